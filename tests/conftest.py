@@ -1,0 +1,112 @@
+"""Fixtures that the tests share: the kit, one target model, one finished demo, one vLLM server.
+
+KIT_TEST_CACHE (default .cache in the kit, ignored by git) keeps the target between runs.
+"""
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+KIT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(KIT))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "engine: starts a vLLM engine or server (30 s and more)")
+    config.addinivalue_line("markers", "slow: only in `tests/run.sh drill`; the reason stands beside it")
+
+
+def clean_environ(**env):
+    """The environment without the caller's KIT_* settings, with the CPU's KV cache small."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("KIT_")}
+    return kept | {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"} | env
+
+
+@pytest.fixture(scope="session")
+def kit():
+    """Path of the kit."""
+    return KIT
+
+
+@pytest.fixture(scope="session")
+def load():
+    """load("02_extract"): a stage as a module."""
+    return importlib.import_module
+
+
+@pytest.fixture(scope="session")
+def stage():
+    """stage("01_generate", "--data", d, env={}, check=True): run it; stdout holds stderr too."""
+    def run(name, *flags, env=None, check=True, timeout=600):
+        done = subprocess.run([sys.executable, "-u", KIT / f"{name}.py", *map(str, flags)],
+                              env=clean_environ(**(env or {})), text=True, timeout=timeout,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert not check or done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}"
+        return done
+    return run
+
+
+@pytest.fixture(scope="session")
+def target():
+    """Directory of SmolLM2-135M-Instruct, made once and kept."""
+    directory = Path(os.environ.get("KIT_TEST_CACHE", KIT / ".cache")) / "target"
+    subprocess.run([sys.executable, KIT / "tests/make_target.py", directory], check=True)
+    return directory
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def server(target, tmp_path_factory):
+    """URL of a vLLM server with the target, started once; ended by its pid."""
+    import requests
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "server.log"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--host",
+         "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--enforce-eager",
+         "--max-model-len", "2048"], env=clean_environ(), stdout=log.open("w"),
+        stderr=subprocess.STDOUT, start_new_session=True)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    try:
+        while True:
+            try:
+                if requests.get(url + "/health", timeout=5).ok:
+                    break
+            except requests.ConnectionError:
+                pass
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, "the server is not ready after 5 minutes"
+            time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def demo(kit, target, tmp_path_factory):
+    """$DATA in which `./run_all.sh demo`, cut down, ran to its end. Read only: copy what you change.
+
+    Its path also holds run_all.log, all that the run printed.
+    """
+    data = tmp_path_factory.mktemp("demo") / "data"
+    data.mkdir()
+    env = clean_environ(KIT_DATA=str(data), KIT_TARGET=str(target), KIT_NUM_SAMPLES="96",
+                        KIT_HELDOUT="24", KIT_MAX_TOKENS="96", **DEMO)
+    with (data / "run_all.log").open("w") as log:
+        done = subprocess.run(["./run_all.sh", "demo"], cwd=kit, env=env, stdout=log,
+                              stderr=subprocess.STDOUT, timeout=1500)
+    assert done.returncode == 0, (data / "run_all.log").read_text()[-5000:]
+    return data
+
+
+DEMO = {}  # settings of the cut-down demo beside its sizes
