@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole kit in order: set-up, preflight, stages 01 to 04; done ones are skipped, begun ones continue.
+# The whole kit in order: set-up, preflight, stages 01 to 04; done ones are skipped, begun ones go on.
 #   ./run_all.sh                          with the constants at the top of each file (8 GPUs, /data)
 #   ./run_all.sh 03_train 04_eval         only these stages
 #   ./run_all.sh demo                     all of it on a CPU with a small real model, in ./demo-data
@@ -9,13 +9,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 AGAIN="./run_all.sh $*"
 ALL=(01_generate 01b_generate_synthetic 02_extract 03_train 04_eval)
 
-PYTHON="${KIT_PYTHON:-.venv/bin/python}"   # interpreter; .venv is made from requirements.txt when missing
+PYTHON="${KIT_PYTHON:-.venv/bin/python}"   # interpreter; .venv is made when missing
 SKIP_PREFLIGHT="${KIT_SKIP_PREFLIGHT:-0}"  # 1: go on although preflight found a fault
 LOAD_MIN="${KIT_LOAD_MIN:-60}"             # minutes a server may take to load (Kimi-K2.5 takes 25)
-FREE_MIN="${KIT_FREE_MIN:-10}"             # minutes to wait until nobody holds the GPUs' memory
-
-say() { printf 'run_all: %s\n' "$*"; }
-die() { printf 'run_all: %s\n' "$*" >&2; exit 1; }
+FREE_MIN="${KIT_FREE_MIN:-10}"             # minutes to wait until nobody holds GPU memory
 
 demo() { export "KIT_$1=$(printenv "KIT_$1" || printf '%s' "$2")"; }
 if [[ "${1:-}" == demo ]]; then  # nothing but settings: the code below knows no demo
@@ -23,30 +20,17 @@ if [[ "${1:-}" == demo ]]; then  # nothing but settings: the code below knows no
     demo DATA demo-data
     demo TARGET "$KIT_DATA/target"
     demo DATASET tests/demo_questions.parquet
-    demo NUM_SAMPLES 400
-    demo HELDOUT 40
-    demo DEVICE cpu
-    demo TENSOR_PARALLEL 1
+    demo NUM_SAMPLES 400; demo HELDOUT 40; demo MAX_TOKENS 160; demo TEMPERATURE 0.6
+    demo DEVICE cpu; demo TENSOR_PARALLEL 1; demo CONCURRENCY 64
     demo ENGINE_ARGS "--dtype bfloat16 --enforce-eager --max-model-len 2048"
-    demo SERVE_ARGS ""
-    demo MAX_TOKENS 160
-    demo TEMPERATURE 0.6
-    demo CONCURRENCY 64
-    demo DRAFTER ""
+    demo SERVE_ARGS ""; demo DRAFTER ""
     export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}"
     tests/setup_cpu.sh
     .venv/bin/python tests/make_target.py "$KIT_TARGET"
 fi
-for stage in "$@"; do
-    [[ " ${ALL[*]} " == *" $stage "* ]] || die "no stage $stage; to fix: choose from ${ALL[*]}"
-done
-[[ $# -gt 0 ]] || set -- "${ALL[@]}"
 
-# ---- helpers ------------------------------------------------------------------------------------
-setting() {  # setting STAGE NAME: one effective setting of a stage
-    "$PYTHON" "$1.py" --settings | "$PYTHON" -c \
-        'import json, sys; print(json.load(sys.stdin)[sys.argv[1]])' "$2"
-}
+say() { printf 'run_all: %s\n' "$*"; }
+die() { printf 'run_all: %s\n' "$*" >&2; exit 1; }
 
 STAGE_PID=""   # the stage that runs
 SERVER_PID=""  # the server started here; it leads a process group of its own
@@ -54,10 +38,7 @@ stop_server() {
     [[ -n "$SERVER_PID" ]] || return 0
     say "stopping the server (pid $SERVER_PID)"
     kill -TERM "$SERVER_PID" 2>/dev/null || true
-    for _ in {1..60}; do
-        kill -0 -- "-$SERVER_PID" 2>/dev/null || break
-        sleep 1
-    done
+    timeout 60 tail --pid="$SERVER_PID" -f /dev/null || true
     kill -KILL -- "-$SERVER_PID" 2>/dev/null || true
     SERVER_PID=""
 }
@@ -71,32 +52,20 @@ trap stop_server EXIT
 trap interrupted INT TERM
 
 start_server() {  # a server for 01b, with the flags that 04 serves with, unless SERVER_URL answers
-    local url args start=$SECONDS last=""
-    url=$(setting 01b_generate_synthetic SERVER_URL)
-    if curl -fsS -m 5 -o /dev/null "${url%%,*}/health" 2>/dev/null; then
-        say "using the server at $url"
+    local start=$SECONDS log="$LOGS/server.log" now last=""
+    if curl -fsS -m 5 -o /dev/null "${URL%%,*}/health" 2>/dev/null; then
+        say "using the server at $URL"
         return
     fi
-    mapfile -d '' args < <("$PYTHON" 04_eval.py --settings | "$PYTHON" -c '
-import json, shlex, sys
-s = json.load(sys.stdin)
-flags = ["--model", s["TARGET"], "--tensor-parallel-size", s["TENSOR_PARALLEL"], "--pipeline-parallel-size",
-         s["PIPELINE_PARALLEL"], "--data-parallel-size", s["DATA_PARALLEL"]]
-flags += ["--trust-remote-code"] * s["TRUST_REMOTE_CODE"]
-print(*flags, *shlex.split(s["ENGINE_ARGS"] + " " + s["SERVE_ARGS"]), sep="\0", end="\0")')
-    setsid "$PYTHON" -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port "${url##*:}" \
-        "${args[@]}" >"$LOGS/server.log" 2>&1 </dev/null &
+    setsid "$PYTHON" -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port "${URL##*:}" \
+        "${SERVE[@]:2}" >"$log" 2>&1 </dev/null &
     SERVER_PID=$!
-    say "starting the server (pid $SERVER_PID, log $LOGS/server.log)"
-    until curl -fsS -m 5 -o /dev/null "$url/health" 2>/dev/null; do
-        kill -0 "$SERVER_PID" 2>/dev/null || {
-            tail -n 20 "$LOGS/server.log" >&2
-            die "the server died while loading; its log is $LOGS/server.log"
-        }
-        ((SECONDS - start < LOAD_MIN * 60)) || die "the server is not ready after $LOAD_MIN minutes"
-        now=$(grep -aoE 'Loading safetensors.*\|? [0-9]+/[0-9]+|Loading weights took.*|init engine.*' \
-            "$LOGS/server.log" | tail -n 1) || true
-        [[ "$now" == "$last" ]] || say "loading, $((SECONDS - start)) s: $now"
+    say "starting the server (pid $SERVER_PID, log $log)"
+    until curl -fsS -m 5 -o /dev/null "$URL/health" 2>/dev/null; do
+        kill -0 "$SERVER_PID" 2>/dev/null || { tail -n 20 "$log" >&2; die "the server died: $log"; }
+        ((SECONDS - start < LOAD_MIN * 60)) || die "the server is not ready, see $log"
+        now=$(grep -aoE '(Loading safetensors|Loading weights|init engine).*' "$log" | tail -n 1) || true
+        [[ "$now" == "$last" ]] || say "$((SECONDS - start)) s: $now"
         last="$now"
         sleep 2
     done
@@ -109,7 +78,7 @@ wait_for_gpus() {  # extraction, training and evaluation need the GPUs to themse
     while users=$(nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv,noheader) &&
         [[ -n "$users" ]]; do
         ((SECONDS - start < FREE_MIN * 60)) ||
-            die "the GPUs are still in use by: $users; to fix: end that, then $AGAIN"
+            die "the GPUs are in use by: $users; to fix: end that, then $AGAIN"
         sleep 5
     done
 }
@@ -120,26 +89,37 @@ run_stage() {
     STAGE_PID=$!
     wait "$STAGE_PID" || status=$?
     STAGE_PID=""
-    [[ $status -eq 0 ]] ||
-        die "$1 failed (status $status); its log is $LOGS/$1.log; to continue: $AGAIN"
+    ((status == 0)) || die "$1 failed (status $status), see $LOGS/$1.log; to continue: $AGAIN"
 }
 
-# ---- the story ----------------------------------------------------------------------------------
+for stage in "$@"; do
+    [[ " ${ALL[*]} " == *" $stage "* ]] || die "no stage '$stage'; to fix: choose from ${ALL[*]}"
+done
 if [[ ! -x "$PYTHON" && "$PYTHON" == .venv/bin/python ]]; then
     say "installing requirements.txt into .venv"
-    python3 -m venv .venv
-    .venv/bin/python -m pip install -q -r requirements.txt
+    python3 -m venv .venv && .venv/bin/python -m pip install -q -r requirements.txt
 fi
-LOGS="$(setting 01_generate DATA)/logs"
-mkdir -p "$LOGS"
+mapfile -d '' SERVE < <("$PYTHON" -c '
+import json, shlex, subprocess, sys
+s = {}
+for stage in ("01b_generate_synthetic.py", "04_eval.py"):
+    s |= json.loads(subprocess.run([sys.executable, stage, "--settings"], check=True,
+                                   stdout=subprocess.PIPE).stdout)
+print(s["DATA"], s["SERVER_URL"], "--model", s["TARGET"], "--tensor-parallel-size",
+      s["TENSOR_PARALLEL"], "--pipeline-parallel-size", s["PIPELINE_PARALLEL"],
+      "--data-parallel-size", s["DATA_PARALLEL"], *["--trust-remote-code"] * s["TRUST_REMOTE_CODE"],
+      *shlex.split(s["ENGINE_ARGS"] + " " + s["SERVE_ARGS"]), sep="\0", end="\0")')
+((${#SERVE[@]} > 2)) || die "a setting is wrong (see above)"
 ./00_preflight.sh || [[ "$SKIP_PREFLIGHT" == 1 ]] ||
     die "preflight found faults; to go on all the same: KIT_SKIP_PREFLIGHT=1 $AGAIN"
+URL="${SERVE[1]}" LOGS="${SERVE[0]}/logs"
+mkdir -p "$LOGS"
+[[ $# -gt 0 ]] || set -- "${ALL[@]}"
 for stage in "$@"; do
     say "==== $stage"
     case "$stage" in
-        01_generate) ;;
         01b_generate_synthetic) start_server ;;
-        *) wait_for_gpus ;;
+        02_extract | 03_train | 04_eval) wait_for_gpus ;;
     esac
     run_stage "$stage"
     stop_server

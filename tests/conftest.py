@@ -92,21 +92,25 @@ def server(target, tmp_path_factory):
         process.wait(60)
 
 
+def demo_environ(data, **env):
+    """The environment of the cut-down demo in `data`."""
+    target = os.environ.get("KIT_TEST_CACHE", KIT / ".cache")
+    return clean_environ(KIT_DATA=str(data), KIT_TARGET=str(Path(target) / "target"), **DEMO, **env)
+
+
+DEMO = {"KIT_NUM_SAMPLES": "96", "KIT_HELDOUT": "24", "KIT_MAX_TOKENS": "96"}
+
+
 @pytest.fixture(scope="session")
 def demo(kit, target, tmp_path_factory):
     """$DATA in which `./run_all.sh demo`, cut down, ran to its end. Read only: copy what you change.
 
-    Its path also holds run_all.log, all that the run printed.
+    run_all.log in it holds all that the run printed.
     """
     data = tmp_path_factory.mktemp("demo") / "data"
     data.mkdir()
-    env = clean_environ(KIT_DATA=str(data), KIT_TARGET=str(target), KIT_NUM_SAMPLES="96",
-                        KIT_HELDOUT="24", KIT_MAX_TOKENS="96", **DEMO)
     with (data / "run_all.log").open("w") as log:
-        done = subprocess.run(["./run_all.sh", "demo"], cwd=kit, env=env, stdout=log,
+        done = subprocess.run(["./run_all.sh", "demo"], cwd=kit, env=demo_environ(data), stdout=log,
                               stderr=subprocess.STDOUT, timeout=1500)
     assert done.returncode == 0, (data / "run_all.log").read_text()[-5000:]
     return data
-
-
-DEMO = {}  # settings of the cut-down demo beside its sizes

@@ -1,0 +1,103 @@
+"""The whole kit with a real vLLM: `./run_all.sh demo`, cut down, and what it left behind."""
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import demo_environ
+
+pytestmark = pytest.mark.engine
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_stage_is_done(demo):
+    for directory in ("01_generate", "01b_generate_synthetic", "02_extract", "03_train/n96", "04_eval/n96"):
+        assert json.loads((demo / directory / "manifest.json").read_text())["done"] is True
+    assert not list(demo.rglob("*.tmp")) and not list(demo.rglob(".lock"))
+
+
+def test_questions_and_answers_belong_together(demo):
+    questions, heldout = (lines(demo / f"01_generate/{n}.jsonl") for n in ("questions", "heldout"))
+    assert (len(questions), len(heldout)) == (96, 24)
+    assert not {q["id"] for q in questions} & {q["id"] for q in heldout}
+    answers = lines(demo / "01b_generate_synthetic/samples.jsonl")
+    turns = sum(m["role"] == "user" for q in questions for m in q["messages"])
+    rejected = lines(demo / "01b_generate_synthetic/rejected.jsonl")
+    assert len({a["id"] for a in answers}) == len(answers) and len(answers) + len(rejected) <= turns
+    assert {q["id"] for q in questions} <= {a["id"] for a in answers + rejected}
+    for answer in answers:
+        assert 0 < answer["prompt_len"] < len(answer["token_ids"]) <= answer["prompt_len"] + 96
+
+
+def test_results_hold_what_the_user_wanted_to_know(demo):
+    results = json.loads((demo / "04_eval/n96/results.json").read_text())
+    assert results["num_speculative_tokens"] == 3
+    assert results["questions"] == 24 == results["compared_outputs"]
+    by_position = results["acceptance_by_position"]
+    assert len(by_position) == 3 and by_position == sorted(by_position, reverse=True)
+    assert results["acceptance_length"] == pytest.approx(1 + sum(by_position), abs=1e-6)
+    assert results["acceptance_length"] > 1.15  # from 96 answers; a wiring fault gives exactly 1.0
+    for speeds, speedup in zip(results["tokens_per_sec"].values(), results["speedup"].values(), strict=True):
+        assert speedup == pytest.approx(speeds["drafter"] / speeds["plain"])
+
+
+def test_offline_acceptance_means_what_vllm_counts(demo):
+    results = json.loads((demo / "04_eval/n96/results.json").read_text())
+    for offline, served in zip(results["offline_acceptance_by_position"],
+                               results["acceptance_by_position"], strict=True):
+        assert offline == pytest.approx(served, abs=0.05)
+
+
+def test_the_run_ends_with_the_command_that_serves(demo):
+    text = (demo / "run_all.log").read_text()
+    assert "vllm serve" in text[-3000:] and "acceptance length" in text[-3000:]
+    assert "report.html" in text[-3000:]
+
+
+def test_a_second_run_finds_everything_done(demo, kit):
+    before = {p: p.stat().st_mtime_ns for p in demo.rglob("*") if p.is_file() and p.parent.name != "logs"}
+    start = time.monotonic()
+    done = subprocess.run(["./run_all.sh", "demo"], cwd=kit, env=demo_environ(demo), text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0 and done.stdout.count("already done") == 5, done.stdout
+    assert time.monotonic() - start < 30
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def test_only_the_named_stages_run(demo, kit):
+    done = subprocess.run(["./run_all.sh", "demo", "03_train", "04_eval"], cwd=kit, text=True,
+                          env=demo_environ(demo), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0 and done.stdout.count("already done") == 2, done.stdout
+
+
+def test_a_failing_stage_stops_the_run_and_names_what_continues(demo, kit):
+    env = demo_environ(demo) | {"KIT_SEED": "5"}  # 01 holds the result of another seed
+    done = subprocess.run(["./run_all.sh", "demo"], cwd=kit, env=env, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 1
+    assert "01_generate failed" in done.stdout and "to continue: ./run_all.sh demo" in done.stdout
+    assert "==== 01b" not in done.stdout
+
+
+def test_interrupted_while_the_server_loads_leaves_no_process(demo, kit, tmp_path):
+    """SIGTERM to run_all.sh while its server loads: it and its children are gone, the lock too."""
+    data = tmp_path / "data"
+    env = demo_environ(data)
+    run = subprocess.Popen(["./run_all.sh", "demo", "01_generate", "01b_generate_synthetic"], cwd=kit,
+                           env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    pid = None
+    for line in run.stdout:
+        if "starting the server (pid" in line:
+            pid = int(line.split("(pid ")[1].split(",")[0])
+            break
+    time.sleep(3)
+    run.send_signal(signal.SIGTERM)
+    text = run.communicate(timeout=90)[0]
+    assert run.returncode == 1 and "to continue: ./run_all.sh demo" in text
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)
