@@ -1,0 +1,534 @@
+"""00_preflight.sh on made-up boxes: every fault is found, a healthy box has none, nothing is left."""
+import fcntl
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+KIMI = {"num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 163840, "intermediate_size": 18432,
+        "num_attention_heads": 64}
+SMALL = KIMI | {"hidden_size": 64, "vocab_size": 500, "intermediate_size": 128, "num_attention_heads": 4}
+GPU = "{i}, NVIDIA RTX PRO 6000 Blackwell, 97887, {free}, 580.95.05, 12.0"  # as nvidia-smi prints it
+root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+
+
+def shard(path, tensors, size_bytes=0):
+    """A safetensors file of zeros (sparse): {name: shape} in bf16, padded to size_bytes of data."""
+    head, end = {}, 0
+    for name, shape in tensors.items():
+        n = 2
+        for length in shape:
+            n *= length
+        head[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + n]}
+    if size_bytes > end:
+        head["rest"] = {"dtype": "U8", "shape": [size_bytes - end], "data_offsets": [end, size_bytes]}
+    text = json.dumps(head).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + max(end, size_bytes))
+
+
+def make_target(path, config=SMALL, shards=3, size_bytes=1000):
+    """A target of sparse shards, whole in everything that preflight looks at."""
+    path.mkdir(parents=True)
+    where = {}
+    for i in range(shards):
+        name = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        shard(path / name, {f"model.layers.{i}.w": [2, 3]}, size_bytes // shards)
+        where |= {f"model.layers.{i}.w": name}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (path / "config.json").write_text(json.dumps({"text_config": config}))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer_config.json").write_text("{}")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    return path
+
+
+def make_drafter(path, config=SMALL, draft_vocab=100, size_bytes=0):
+    H, V = config["hidden_size"], config["vocab_size"]
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": draft_vocab}))
+    shard(path / "model.safetensors", {"fc.weight": [H, 3 * H], "lm_head.weight": [draft_vocab, H],
+                                       "d2t": [draft_vocab], "t2d": [V]}, size_bytes)
+    return path
+
+
+def make_questions(path, rows=1200, column="conversations"):
+    turns = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+    path.write_text("".join(json.dumps({column: turns, "source": str(i)}) + "\n" for i in range(rows)))
+    return path
+
+
+class Box:
+    """A made-up box: a target, a data set, a data directory; run() is a preflight on it."""
+
+    def __init__(self, kit, tmp):
+        self.kit, self.tmp, self.data = kit, tmp, tmp / "data"
+        self.target = make_target(tmp / "target")
+        self.questions = make_questions(tmp / "questions.jsonl")
+        self.bin = tmp / "bin"
+        self.bin.mkdir()
+        self.data.mkdir()
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        self.env = {"KIT_DATA": self.data, "KIT_TARGET": self.target, "KIT_DATASET": self.questions,
+                    "KIT_NUM_SAMPLES": 1000, "KIT_HELDOUT": 20, "KIT_DEVICE": "cpu", "KIT_DRAFTER": "",
+                    "KIT_TENSOR_PARALLEL": 1, "KIT_MAX_TOKENS": 100, "KIT_WRITE_TEST_GB": 0,
+                    "KIT_STAGING_GB": 0.01, "KIT_SERVER_URL": self.url, "KIT_PYTHON": sys.executable}
+
+    def start(self, **env):
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("KIT_", "HF_"))}
+        env = {key: str(value) for key, value in (kept | self.env | env).items() if value is not None}
+        env["PATH"] = f"{self.bin}:{env['PATH']}"
+        return subprocess.Popen([self.kit / "00_preflight.sh"], env=env, text=True, cwd="/",
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def run(self, **env):
+        """Sets .out, .status; returns {check: [(level, message, fix)]} from preflight.json."""
+        before = os.times()
+        process = self.start(**env)
+        self.out = process.communicate(timeout=120)[0]
+        self.status, now = process.returncode, os.times()  # CPU seconds: others may be busy here
+        self.seconds = sum(now[2:4]) - sum(before[2:4])
+        path = Path(env.get("KIT_DATA", self.data) or "/data", "logs/preflight.json")
+        self.json = json.loads(path.read_text()) if path.exists() else {"checks": []}
+        found = {}
+        for check in self.json["checks"]:
+            found.setdefault(check["check"], []).append((check["level"], check["message"], check["fix"]))
+        assert (self.status == 0) == ("FAIL" not in [level for rows in found.values() for level, *_ in
+                                                     rows]) or not found, self.out
+        assert "this check broke" not in self.out, self.out
+        return found
+
+    def smi(self, gpus="", apps="", status=0):
+        """Put a fake nvidia-smi on PATH."""
+        (self.bin / "nvidia-smi").write_text(
+            f'#!/bin/sh\ncase "$*" in *compute-apps*) printf "{apps}" ;; *) printf "{gpus}" ;; esac\n'
+            f"exit {status}\n")
+        (self.bin / "nvidia-smi").chmod(0o755)
+
+    def gpu_env(self):
+        """Settings of a box with 8 GPUs, with a torch that was built for CUDA 13."""
+        torch = self.tmp / "site/torch"
+        torch.mkdir(parents=True, exist_ok=True)
+        (torch / "__init__.py").write_text("raise AssertionError('preflight must not import torch')")
+        (torch / "version.py").write_text("from typing import Optional\ncuda: Optional[str] = '13.0'\n")
+        return {"KIT_DEVICE": "auto", "KIT_TENSOR_PARALLEL": 8, "PYTHONPATH": torch.parent}
+
+
+@pytest.fixture
+def box(kit, tmp_path):
+    return Box(kit, tmp_path)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """mount(path, "size=1g"): a tmpfs there until the test ends."""
+    mounted = []
+
+    def make(path, options):
+        path.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)
+        mounted.append(path)
+        return path
+    yield make
+    for path in mounted:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def levels(found):
+    return {check: rows[0][0] for check, rows in found.items()}
+
+
+def tree(path):
+    return sorted(str(p.relative_to(path)) for p in path.rglob("*"))
+
+
+# ---- healthy boxes ------------------------------------------------------------------------------
+@root
+def test_healthy_cpu_box(box, mount):
+    mount(box.data, "size=30g")
+    before = {path for folder in (box.kit, box.kit / "tests") for path in folder.iterdir()}
+    found = box.run(KIT_WRITE_TEST_GB=0.05)
+    assert box.status == 0 and set(levels(found).values()) == {"ok"}, box.out
+    assert {"settings", "software", "mount", "write speed", "there", "model", "data", "server", "gpus",
+            "memory", "drafter", "space"} == set(found)
+    assert tree(box.data) == ["logs", "logs/preflight.json"]  # and the test file is gone
+    after = {path for folder in (box.kit, box.kit / "tests") for path in folder.iterdir()}
+    assert {path.name for path in after - before} <= {"__pycache__"}
+    assert box.json["verdict"] == "ok" and int(box.json["box"]["write_mbs"]) > 0
+    assert box.seconds < 5 and max(map(len, box.out.splitlines())) <= 200
+
+
+@root
+def test_the_reference_box_and_its_plan(box, mount):
+    """8 x 96 GB, 540 GB of Kimi, a 2.8 TB volume: fp8 does not fit, what is advised does."""
+    target = make_target(box.tmp / "kimi", KIMI, 119, 540_000_000_000)
+    questions = make_questions(box.tmp / "many.jsonl", 26000)
+    box.smi("\\n".join(GPU.format(i=i, free=97000) for i in range(8)))
+    mount(box.data, f"size={2_800_000_000_000 // 1024}k")
+    env = box.gpu_env() | {"KIT_TARGET": target, "KIT_DATASET": questions, "KIT_NUM_SAMPLES": 25000,
+                           "KIT_HELDOUT": 200, "KIT_MAX_TOKENS": 4096, "KIT_DRAFTER":
+                           make_drafter(box.tmp / "published", KIMI, 32000)}
+    found = box.run(**env)
+    small = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 70e9  # this box's own memory
+    assert {key: level for key, level in levels(found).items() if level != "ok"} == (
+        {"memory": "FAIL"} if small else {}), box.out
+    assert box.json["plan"]["store"] == "int4"
+    assert box.json["plan"]["bytes_per_token"] == {"bf16": 57344, "fp8": 28688, "int4": 16128}
+    hours = box.json["plan"]["hours"]
+    assert abs(hours["01b_generate_synthetic"] - 18.7) < 0.1 and abs(hours["02_extract"] - 9.6) < 0.1
+    assert 30e9 < box.json["plan"]["training_bytes"] < 36e9  # 19 GB of state, head, embedding, rows
+    found = box.run(**env, KIT_STORE="fp8")
+    level, message, fix = found["space"][0]
+    assert level == "FAIL" and "4,096 tokens x 28.7 kB = 2.96 TB (fp8)" in message
+    assert f"NUM_SAMPLES={box.json['plan']['largest_num_samples']}" in fix
+    assert "MAX_LEN=36" in fix and "STORE=int4 (1.66 TB)" in fix
+    for name, value in (part.split("=") for part in fix.split(" (")[0].split(", or ")):
+        assert box.run(**env | {"KIT_STORE": "fp8", "KIT_" + name: value})["space"][0][0] == "ok", name
+    assert box.run(**env | {"KIT_STORE": "fp8", "KIT_NUM_SAMPLES": 23000})["space"][0][0] == "FAIL"
+
+
+# ---- the disk -----------------------------------------------------------------------------------
+def test_root_disk_only_on_purpose(box):
+    found = box.run()
+    assert box.status == 0 and found["mount"][0][0] == "warn"
+    if not Path("/data").exists():
+        box.run(KIT_DATA=None)
+        assert box.status == 1 and "FAIL  mount: /data is not mounted" in box.out
+        assert not Path("/data").exists()
+
+
+@root
+def test_disk_faults(box, mount):
+    mount(box.data, "size=100m,nr_inodes=40")
+    found = box.run(KIT_NUM_SAMPLES=1100)
+    assert {"mount": "ok", "space": "FAIL", "inodes": "FAIL"}.items() <= levels(found).items()
+    (box.data / "full").write_bytes(b"")
+    for i in range(40):  # until no inode is left: then it cannot be written
+        try:
+            (box.data / str(i)).touch()
+        except OSError:
+            break
+    (box.data / "logs/preflight.json").unlink()
+    (box.data / "41").touch()
+    box.run()
+    assert box.status == 1 and "FAIL  mount:" in box.out and "cannot write" in box.out
+    (box.data / "41").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", box.data], check=True)
+    box.run()
+    assert box.status == 1 and "FAIL  mount:" in box.out and "cannot write" in box.out
+
+
+def test_ctrl_c_leaves_nothing(box):
+    process = box.start(KIT_WRITE_TEST_GB=2)
+    deadline = time.monotonic() + 60
+    while not list(box.data.glob("logs/.write_test.*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(box.data.glob("logs/.write_test.*"))
+    os.killpg(process.pid, signal.SIGINT)
+    out = process.communicate(timeout=20)[0]
+    assert process.returncode == 130 and "run it again" in out and "Traceback" not in out
+    assert tree(box.data) == ["logs"]
+    left = subprocess.run(["ps", "-o", "pid=", "-s", str(process.pid)], capture_output=True, text=True)
+    assert left.stdout.split() == []
+
+
+def test_results_leftovers_and_another_run(box):
+    stage = box.data / "01_generate"
+    stage.mkdir()
+    (stage / "manifest.json").write_text(json.dumps(
+        {"stage": "01_generate", "done": True, "size": {"NUM_SAMPLES": 1000}}))
+    (stage / ".samples.jsonl.4194999.tmp").write_text("torn")  # no pid is that large
+    (stage / f".new.{os.getpid()}.tmp").write_text("in use")
+    with open(stage / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print("pid 77 on here", file=lock, flush=True)
+        found = box.run()
+    assert found["in the way"][0][:2] == ("FAIL", f"{stage} is in use by pid 77 on here")
+    assert [row[0] for row in found["there"]] == ["ok", "warn"]
+    assert "01_generate done (1,000)" in found["there"][0][1]
+    assert found["there"][1][2] == f"rm {stage}/.samples.jsonl.4194999.tmp"
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("gpus, apps, status, want", [
+    ([97000] * 8, "", 0, ""),
+    ([97000] * 5 + [20000] + [97000] * 2, "4711, python3, 76000", 0, "GPU 5 in use by pid 4711 python3"),
+    ([97000] * 4, "", 0, "4 GPUs (CUDA_VISIBLE_DEVICES: all), the engine wants 8"),
+    ([], "", 0, "no GPU: nvidia-smi shows none"),
+    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "", 9,
+     "no GPU: NVIDIA-SMI has failed"),
+])
+def test_gpus(box, gpus, apps, status, want):
+    text = gpus if isinstance(gpus, str) else "\\n".join(
+        GPU.format(i=i, free=free) for i, free in enumerate(gpus))
+    box.smi(text, apps, status)
+    found = box.run(**box.gpu_env())
+    assert found["gpus"][0][0] == ("FAIL" if want else "ok"), box.out
+    assert want in found["gpus"][0][1] and ("kill 4711" in found["gpus"][0][2] or not apps)
+
+
+def test_more_gpu_faults(box):
+    env = box.gpu_env()
+    assert "no nvidia-smi" in box.run(**env)["gpus"][0][1]
+    target = make_target(box.tmp / "large", KIMI, 10, 800_000_000_000)
+    box.smi("\\n".join(GPU.format(i=i, free=97000).replace("580.95", "570.1") for i in range(8)))
+    found = box.run(**env | {"KIT_TARGET": target, "CUDA_VISIBLE_DEVICES": "0,1"})
+    lines = "\n".join(row[1] for row in found["gpus"])
+    assert "2 GPUs (CUDA_VISIBLE_DEVICES: 0,1)" in lines and "a GPU has 103 GB" in lines
+    assert "driver 570.1.05 is too old for torch's CUDA 13" in lines
+
+
+# ---- the model and the data set -----------------------------------------------------------------
+def test_model_faults(box):
+    one, two, three = sorted(box.target.glob("*.safetensors"))
+    whole = {path: path.read_bytes() for path in (one, two, three)}
+    one.write_bytes(whole[one][:-1])
+    two.write_bytes(whole[two] + b"\0")
+    three.unlink()
+    (box.target / "chat_template.jinja").unlink()
+    level, message, fix = box.run()["model"][0]
+    assert level == "FAIL" and box.status == 1 and "and 1 more" in message
+    assert f"{one.name} is {len(whole[one]) - 1:,} bytes, its header wants {len(whole[one]):,}" in message
+    assert f"{two.name} is" in message and f"{three.name} is missing" in message
+    for path, content in whole.items():
+        path.write_bytes(content)
+    index = box.target / "model.safetensors.index.json"
+    where = json.loads(index.read_text())
+    where["weight_map"]["model.layers.9.w"] = one.name
+    index.write_text(json.dumps(where))
+    two.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    message = box.run(KIT_DATASET="no/such-set", HF_ENDPOINT=box.url)["model"][0][1]
+    assert f"{one.name} lacks model.layers.9.w" in message and "no chat template" in message
+    assert f"{two.name} has no readable header" in message
+    assert "FAIL  data: no/such-set is neither here nor to be had from the hub" in box.out
+    box.run(KIT_TARGET="some/model", HF_HUB_CACHE=box.tmp / "empty")
+    assert "FAIL  model: some/model is not on this box" in box.out and "hf download some/model" in box.out
+
+
+def test_full_verification(box):
+    paths = sorted(box.target.glob("*.safetensors"))
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    (box.target / "SHA256SUMS").write_text("".join(f"{v}  {k}\n" for k, v in sums.items()))
+    assert box.run(KIT_VERIFY="full")["sha256"][0][:2] == ("ok", "3 files are what they should be")
+    content = bytearray(paths[1].read_bytes())
+    content[-1] ^= 1
+    paths[1].write_bytes(content)
+    found = box.run(KIT_VERIFY="full")
+    assert found["model"][0][0] == "ok" and found["sha256"][0][0] == "FAIL"
+    assert found["sha256"][0][1] == f"wrong: {paths[1].name}"
+
+
+def test_data_set_and_settings_faults(box):
+    other = make_questions(box.tmp / "other.jsonl", column="text")
+    found = box.run(KIT_DATASET=other, KIT_NUM_SAMPELS=5)
+    assert found["data"][0][0] == "FAIL" and "columns text, source hold no conversations" in found["data"][0][1]
+    assert found["settings"][0] == ("warn", "no file has a constant for KIT_NUM_SAMPELS",
+                                    "did you mean KIT_NUM_SAMPLES?")
+    found = box.run(KIT_NUM_SAMPLES=9000)
+    assert found["data"][0][0] == "FAIL" and "1,200 rows, 9,020 needed" in found["data"][0][1]
+    torn = box.tmp / "torn.parquet"
+    torn.write_bytes(b"PAR1 and no more")
+    box.run(KIT_DATASET=torn, KIT_EPOCHS="many")
+    assert "FAIL  data:" in box.out and "FAIL  settings:" in box.out and "--epochs" in box.out
+
+
+# ---- the server ---------------------------------------------------------------------------------
+class Answer(http.server.BaseHTTPRequestHandler):
+    """Routes of the test's server: {path: (status, JSON, bytes or a function of the handler)}."""
+
+    def do_GET(self):
+        status, body = self.server.routes.get(self.path.split("?")[0], (404, {}))
+        if callable(body):
+            return body(self)
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", len(body))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def serve():
+    """serve(routes): a local HTTP server, its URL; ends with the test."""
+    servers = []
+
+    def start(routes):
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        server.routes, server.daemon_threads = routes, True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_address[1]}"
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_servers_that_answer(box, serve):
+    def vllm(name):
+        return {"/health": (200, b""), "/v1/models": (200, {"data": [
+            {"id": name, "root": name, "owned_by": "vllm", "max_model_len": 2048}]})}
+    good, other = serve(vllm(str(box.target))), serve(vllm("another/model"))
+    dead, alien = serve({"/health": (503, b"")}), serve({"/": (200, b"hello")})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hangs = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        found = box.run(KIT_SERVER_URL=",".join([good, other, dead, alien, hangs]))
+    rows = [(level, message) for level, message, _ in found["server"]]
+    assert rows[0] == ("ok", f"{good} is healthy: {box.target}, max length 2,048")
+    assert rows[1] == ("FAIL", f"{other} serves another/model, not {box.target}")
+    assert rows[2] == ("FAIL", f"{dead}: its engine is dead")
+    assert rows[3] == ("FAIL", f"{alien} is something else, not vLLM (status 404 on /health)")
+    assert rows[4] == ("FAIL", f"{hangs} takes the connection and does not answer in 3 s")
+    found = box.run(KIT_SERVER_URL=good, KIT_MAX_TOKENS=2048)
+    assert found["server"][0][0] == "FAIL" and "no room for MAX_TOKENS" in found["server"][0][1]
+
+
+def test_servers_that_refuse(box):
+    assert box.run()["server"][0][:2] == ("ok", f"{box.url} is not running; run_all.sh starts it")
+    log = box.data / "logs/server.log"
+    log.write_text("INFO 12-01 05:00:00 [x] Loading\nLoading safetensors checkpoint shards:  42% Completed "
+                   "| 50/119 [10:02<13:51, 12.05s/it]\r")
+    level, message, _ = box.run()["server"][0]
+    assert level == "ok" and f"{box.url} is loading: 42% shards 50/119" in message
+    with log.open("a") as file:
+        print("ERROR 12-01 05:10:00 [core] torch.OutOfMemoryError: CUDA out of memory.", file=file)
+    level, message, _ = box.run()["server"][0]
+    assert level == "warn" and message.endswith("torch.OutOfMemoryError: CUDA out of memory.")
+    log.write_text("Application startup complete.\nINFO Shutting down\n")
+    assert "is not running" in box.run()["server"][0][1]
+
+
+# ---- the published drafter ----------------------------------------------------------------------
+class Hub:
+    """A hub of one repository, made of the files of a directory; it can be slow, or break off."""
+
+    def __init__(self, directory, serve):
+        self.files = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+        self.files = {"README.md": b"# it", "training_state.pt": b"x" * 1000} | self.files
+        self.rate, self.asked = None, []
+        siblings = [{"rfilename": name, "size": len(content)} | ({"lfs": {
+            "sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}}
+            if name.endswith("tensors") else {}) for name, content in self.files.items()]
+        routes = {"/api/models/some/drafter": (200, {"id": "some/drafter", "modelId": "some/drafter",
+                                                     "sha": "a" * 40, "siblings": siblings})}
+        routes |= {f"/some/drafter/resolve/{'a' * 40}/{name}": (200, self.send) for name in self.files}
+        self.url = serve(routes)
+
+    def send(self, handler):
+        name = handler.path.split("/")[-1]
+        content, start = self.files[name], 0
+        if asked := handler.headers.get("Range"):
+            start = int(asked.split("=")[1].split("-")[0])
+        self.asked.append((name, start))
+        handler.send_response(206 if start else 200)
+        if start:
+            handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        handler.send_header("Content-Length", len(content) - start)
+        handler.end_headers()
+        try:
+            for at in range(start, len(content), 1_000_000):
+                handler.wfile.write(content[at:at + 1_000_000])
+                if self.rate:
+                    time.sleep(len(content[at:at + 1_000_000]) / self.rate)
+        except OSError:
+            pass  # the client was killed
+
+
+def ended(path):
+    """Wait until the download's pid file is gone."""
+    deadline = time.monotonic() + 30
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not path.exists()
+
+
+def test_download_is_killed_and_continued(box, serve):
+    hub = Hub(make_drafter(box.tmp / "published", size_bytes=50_000_000), serve)  # chunks are 10 MB
+    env, here = {"KIT_DRAFTER": "some/drafter", "HF_ENDPOINT": hub.url}, box.data / "drafter"
+    hub.rate = 4_000_000
+    found = box.run(**env)
+    assert box.status == 0 and "downloading some/drafter" in found["drafter"][0][1]
+    pid = int((here / ".download.pid").read_text())
+    found = box.run(**env)  # a second one looks, and starts none
+    assert int((here / ".download.pid").read_text()) == pid and " of 50 MB" in found["drafter"][0][1]
+    part, deadline = here / ".model.safetensors.part", time.monotonic() + 30
+    while (not part.exists() or part.stat().st_size < 10_000_000) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    hub.rate, hub.asked = None, []
+    found = box.run(**env)
+    assert found["drafter"][0][0] == "ok"
+    ended(here / ".download.pid")
+    assert [name for name, _ in hub.asked] == ["model.safetensors"] and hub.asked[0][1] >= 10_000_000
+    found = box.run(**env)
+    assert found["drafter"][0][1].endswith("draft vocabulary 100, fits the target"), box.out
+    assert (here / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    assert sorted(path.name for path in here.iterdir() if path.name[0] != ".") == [
+        "README.md", "config.json", "model.safetensors"]
+    assert len(hub.asked) == 1
+    found = box.run(**env | {"KIT_DRAFTER": "some/other"})
+    assert "holds some/drafter, DRAFTER is some/other" in found["drafter"][0][1]
+
+
+def test_drafter_faults(box, serve):
+    found = box.run(KIT_DRAFTER="some/drafter", HF_ENDPOINT=serve({}))
+    assert found["drafter"][0][0] == "FAIL" and "download of some/drafter failed" in found["drafter"][0][1]
+    (box.data / "logs/drafter_download.log").read_text().index("error")
+    ended(box.data / "drafter/.download.pid")
+    found = box.run(KIT_DRAFTER=make_drafter(box.tmp / "wide", SMALL | {"hidden_size": 128}))
+    assert found["drafter"][0][0] == "FAIL"
+    assert "hidden_size is 128, the target's 64" in found["drafter"][0][1]
+    hub = Hub(make_drafter(box.tmp / "published"), serve)
+    hub.files["model.safetensors"] = bytes(len(hub.files["model.safetensors"]))  # damaged on its way
+    shutil.rmtree(box.data / "drafter")
+    found = box.run(KIT_DRAFTER="some/drafter", HF_ENDPOINT=hub.url)
+    ended(box.data / "drafter/.download.pid")
+    notes = json.loads((box.data / "drafter/.download.json").read_text())
+    assert "arrived damaged" in notes["error"] and not (box.data / "drafter/model.safetensors").exists()
+
+
+# ---- the plan -----------------------------------------------------------------------------------
+def test_plan_takes_what_was_measured(box):
+    made = {"stage": "01b_generate_synthetic", "done": True, "size": {}, "counts": {
+        "samples": 90, "heldout_samples": 10}, "tokens": {"prompt": 2000, "answer": 6000}}
+    for stage, manifest in (("01b_generate_synthetic", made), ("01_generate", {
+            "done": True, "counts": {"questions": 45, "heldout": 5}})):
+        (box.data / stage).mkdir()
+        (box.data / stage / "manifest.json").write_text(json.dumps(manifest))
+    (box.data / "02_extract").mkdir()
+    (box.data / "02_extract/run.json").write_text('{"seconds": 4.0, "tokens": 1000}')
+    (box.data / "03_train/n90").mkdir(parents=True)
+    (box.data / "03_train/n90/metrics.jsonl").write_text('{"step": 1, "tokens_per_sec": 777.0}\n')
+    box.run(KIT_STORE="bf16")
+    plan = box.json["plan"]
+    assert plan["measured"] == "01b_generate_synthetic" and plan["tokens_per_sample"] == 80
+    assert plan["samples"] == 2 * 1020  # two answers a question
+    assert plan["bytes_per_token"]["bf16"] == 2 * 64 * 3.75  # y at answer positions only
+    assert plan["bytes"]["02_extract"] == 2040 * 80 * 480
+    assert plan["rates"]["03_train"] == [777, "measured"]
+    assert plan["rates"]["02_extract"] == [250, "measured"]
+    assert plan["rates"]["01b_generate_synthetic"][1].startswith("assumed")
+
+
+def test_shellcheck(kit):
+    tool = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not tool:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([tool, kit / "00_preflight.sh"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
