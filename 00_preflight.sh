@@ -35,6 +35,7 @@ cleanup() { [[ -z "$TEST_FILE" ]] || rm -f "$TEST_FILE"; }
 trap cleanup EXIT
 interrupted() {
     trap '' INT TERM
+    [[ -z "${!:-}" ]] || kill "$!" 2>/dev/null || true  # the Python of a check
     printf '\npreflight: interrupted; to continue: run it again\n'
     exit 130
 }
@@ -108,7 +109,7 @@ check_write_speed() {  # F_write_mbs, F_read_mbs
 
 # ---- everything else ----------------------------------------------------------------------------
 CHECKS=$(cat <<'PY'
-import fcntl, json, os, re, subprocess, sys, time
+import fcntl, hashlib, json, os, re, signal, subprocess, sys, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import import_module, metadata, util
@@ -117,6 +118,7 @@ from pathlib import Path
 F = {key[2:]: value for key, value in os.environ.items() if key.startswith("F_")}
 S = json.loads(F.get("settings", "{}"))
 DATA, TARGET = Path(S.get("DATA", "/data")), S.get("TARGET", "")
+sys.dont_write_bytecode = True  # nothing appears beside the stages
 STAGES = "01_generate", "01b_generate_synthetic", "02_extract", "03_train", "04_eval"
 
 def say(level, check, message, fix=""):
@@ -273,7 +275,8 @@ def model():
             return say("FAIL", "model", f"{TARGET} is not on this box",
                        f"{again}; or set TARGET to its directory")
     odd, _, size = scan(directory)
-    config, tokenizer = (load(directory / name) for name in ("config.json", "tokenizer_config.json"))
+    config = load(directory / "config.json")
+    tokenizer = load(directory / "tokenizer_config.json")
     text = config.get("text_config") or config
     layers, hidden, vocab = (text.get(key, 0) for key in (
         "num_hidden_layers", "hidden_size", "vocab_size"))
@@ -304,11 +307,16 @@ def verify(directory, again):
         want |= {path.name: etag} if re.fullmatch("[0-9a-f]{64}", etag) else {}
     if not want:
         return say("FAIL", "sha256", "nothing to compare with", f"put SHA256SUMS into {directory}")
+
+    def differs(name):
+        if not (directory / name).exists():
+            return True
+        with open(directory / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() != want[name]
     with ThreadPoolExecutor(8) as pool:
-        jobs = {pool.submit(subprocess.run, ["sha256sum", directory / name], capture_output=True):
-                name for name in want}
+        jobs = {pool.submit(differs, name): name for name in want}
         for n, job in enumerate(as_completed(jobs), 1):
-            bad += [jobs[job]] * (job.result().stdout.decode()[:64] != want[jobs[job]])
+            bad += [jobs[job]] * job.result()
             print(f"      sha256: {n} of {len(want)} files", flush=True)
     judge("sha256", [(f"wrong: {some(bad)}", again)] * bool(bad),
           f"{len(want)} files are what they should be")
@@ -320,12 +328,12 @@ def data():
     first = import_module("01_generate")
     hub = not Path(name).exists() and not (copy / ".whole").exists()
     rows, tried, columns, bad = 0, 0, [], Counter()
+    import pyarrow.parquet
+    from huggingface_hub import HfApi, HfFileSystem
     try:
-        import pyarrow.parquet
         if hub:
-            from huggingface_hub import HfApi, HfFileSystem
             files = [f"datasets/{name}/{file.rfilename}" for file in HfApi().dataset_info(
-                name, timeout=4).siblings if file.rfilename.endswith(".parquet")]
+                name, timeout=3).siblings if file.rfilename.endswith(".parquet")]
             files = [file for file in files if "train" in file] or files
         else:
             files = first.find_files(name if Path(name).exists() else str(copy), None)
@@ -352,7 +360,7 @@ def data():
                    f"({type(error).__name__})", "the network; or set DATASET to a file or folder")
     line, odd = f"{name}: {rows:,} rows, {need:,} needed", sum(bad.values())
     if hub and not files:
-        say("warn", "data", f"{name}: no parquet on the hub, not checked", "run it after 01_generate")
+        say("warn", "data", f"{name} is no parquet, not checked", "run it after 01_generate")
     elif not set(first.FORMS) & set(columns) or 2 * odd > tried:
         say("FAIL", "data", f"{line}; columns {', '.join(columns[:8])} hold no conversations"
             + "".join(f", {n} of {tried} rows: {why}" for why, n in bad.most_common(1)),
@@ -382,7 +390,8 @@ def no_server(url, port):
                 pids.append(path.parent)
         except OSError:
             pass
-    since = time.time() - (pids[0] if pids else log if text else Path("/")).stat().st_ctime
+    since = float(subprocess.run(["ps", "-o", "etimes=", "-p", pids[0].name], capture_output=True)
+                  .stdout or 0) if pids else time.time() - log.stat().st_mtime if text else 0
     errors = re.findall(r".*\b(?:ERROR|\w+(?:Error|Exception): |out of memory|Killed).*", text)
     shards = re.findall(r"(\d+)% Completed \| (\d+/\d+)", text) or [("0", "not begun")]
     ready, stopped = "startup complete" in text, re.search("[Ss]hut(ting )?down", text)
@@ -427,7 +436,8 @@ def server():
             fix = "serve it with a larger --max-model-len, or lower MAX_TOKENS"
         else:
             level, line = "ok", f"{url} is healthy: {served[0]['id']}, max length {length:,}"
-            fact(server="healthy")
+            if host in ("127.0.0.1", "localhost"):
+                fact(server="healthy")
         say(level, "server", line, fix)
 
 def number(text):
@@ -460,7 +470,7 @@ def gpus():
     if busy and "server" not in F:
         who = ", ".join(f"pid {app[0]} {app[1]} ({app[-1]} MiB)" for app in apps)
         odd.append((f"GPU {', '.join(busy)} in use by {who or 'a process not to be seen here'}",
-                    " ".join(["kill", *(app[0] for app in apps)]) if apps else "look outside this box"))
+                    "kill " + " ".join(app[0] for app in apps) if apps else "look outside"))
     torch = util.find_spec("torch")
     text = Path(torch.origin).with_name("version.py").read_text() if torch else ""
     cuda = (re.findall(r"^cuda\b.*=\s*'?(None|\d+)", text, re.M) or [""])[0]
@@ -468,7 +478,7 @@ def gpus():
     if cuda == "None":
         odd.append(("torch is built without CUDA", "a new .venv from requirements.txt"))
     elif need > number(driver.split(".")[0]):
-        odd.append((f"driver {driver} is too old for torch's CUDA {cuda}", f"driver {need} or later"))
+        odd.append((f"driver {driver} is too old for torch's CUDA {cuda}", f"driver {need} or up"))
     kinds = ", ".join(sorted({f"{row[1]} (compute capability {row[5]})" for row in rows}))
     judge("gpus", odd, f"{len(rows)} x {kinds}, {human(sum(free))} of {human(sum(total))} free, "
           f"driver {driver}" + ", held by the server" * bool(busy))
@@ -498,7 +508,6 @@ def download(repo, here):
     """The background job: what is needed of a hub repository, into `here`, on from where the last
     one stopped (snapshot_download would begin each file again). A lock on .download.pid says that
     it lives, .download.json what it does; a file gets its name when it is whole."""
-    import hashlib
     here, lock = Path(here), open(Path(here, ".download.pid"), "a+")
     fcntl.flock(lock, fcntl.LOCK_EX)
     lock.truncate(0)
@@ -557,7 +566,7 @@ def drafter():
         here.mkdir(exist_ok=True)
         job = ["nohup", sys.executable, "-c", os.environ["CHECKS"], "download", name, here]
         subprocess.Popen(job, stdin=-3, stdout=open(log, "a"), stderr=-2, start_new_session=True)
-        before, notes, end = notes, {}, time.monotonic() + 4
+        before, notes, end = notes, {}, time.monotonic() + 3
         while time.monotonic() < end and not (notes.get("total") or notes.get("error")):
             time.sleep(0.1)
             notes = load(here / ".download.json")
@@ -568,7 +577,7 @@ def drafter():
         return say("FAIL", "drafter", f"the download of {name} failed: {error}", "the network, "
                    'HF_TOKEN; or set DRAFTER to a directory, or to "" (from scratch)')
     say("ok", "drafter", f"downloading {name}: {human(have)} of {human(notes.get('total', 0))}, "
-        f"{human(rate)}/s (log {log})")
+        f"{human(rate)}/s" if notes.get("total") else f"the download of {name} begins, see {log}")
 
 def fits(name, here):
     """Say whether the drafter in `here` is whole and made for the target."""
@@ -588,22 +597,27 @@ def fits(name, here):
           f"{name}: {human(size)}, draft vocabulary {draft:,}, fits the target")
 
 def measured():
-    """(answers, their prompt tokens, answer tokens, stage) as the latest finished stage counts."""
-    for stage in ("02_extract", S["SAMPLES_FROM"], "01_generate"):
-        made = load(DATA / stage / "manifest.json")
-        counts, tokens = made.get("counts", {}), made.get("tokens", {})
-        total = counts.get("tokens", sum(tokens.values()))
+    """(answers a question, prompt tokens of an answer, its own, stage) as finished stages count."""
+    turns, made = 1.0, {stage: load(DATA / stage / "manifest.json") for stage in STAGES[:3]}
+    made = {stage: each for stage, each in made.items()
+            if each.get("done") and "heldout_samples" in each.get("counts", {})}
+    for each in [made[stage] for stage in ("01_generate", S["SAMPLES_FROM"]) if stage in made]:
+        counts = each["counts"]
+        asked = each["size"].get("questions") or counts["questions"] + counts["heldout"]
+        turns = (counts["samples"] + counts["heldout_samples"]) / max(1, asked)
+    for stage in [stage for stage in ("02_extract", S["SAMPLES_FROM"]) if stage in made]:
+        counts, tokens = made[stage]["counts"], made[stage].get("tokens", {})
         answer = counts.get("answer_tokens", tokens.get("answer", 0))
-        if made.get("done") and total:
-            count = counts["samples"] + counts["heldout_samples"] + counts.get("put_aside", 0)
-            return count, total - answer, answer, stage
-    return 0, 0, 0, None
+        total = counts.get("tokens", sum(tokens.values()))
+        if n := counts["samples"] + counts["heldout_samples"]:
+            return turns, (total - answer) / n, answer / n, stage
+    return turns, 0, S["MAX_TOKENS"], None
 
 def rates():
     """{stage: (tokens/s, where from)}, measured here before, else published or tried."""
     cpu = "gpu_count" not in F
     note = "assumed: " + ("SmolLM2-135M on 2 cores" if cpu else "Kimi-K2.5 on 8 GPUs")
-    found = {stage: (rate, note) stage, rate in zip(
+    found = {stage: (rate, note) for stage, rate in zip(
         STAGES[1:], (250, 2000, 1300) if cpu else (1536, 2994, 4904))}
     for path in sorted([*DATA.glob("0*/run.json"), *DATA.glob("03_train/*/metrics.jsonl")]):
         text = path.read_text()
@@ -618,12 +632,10 @@ def plan():
     H, vocab, free = int(F.get("hidden", 0)), int(F.get("vocab", 0)), float(F["free"])
     if not H or not {"NUM_SAMPLES", "MAX_TOKENS", "MAX_LEN", "KEEP"} <= S.keys():
         return say("FAIL", "plan", "there is none without settings and the target", "see above")
-    count, prompt, answer, source = measured()
-    asked = load(DATA / "01_generate/manifest.json").get("counts", {})
-    turns = count / (asked["questions"] + asked["heldout"]) if count and asked else 1  # a question
+    turns, prompt, answer, source = measured()
     samples = (S["NUM_SAMPLES"] + S["HELDOUT"]) * turns
-    length = min(S["MAX_LEN"], (prompt + answer) / count if count else S["MAX_TOKENS"])
-    share, tokens = answer / (prompt + answer) if count else 1.0, samples * length
+    length, share = min(S["MAX_LEN"], prompt + answer), answer / (prompt + answer)
+    tokens = samples * length
     planes = len(S["LAYER_IDS"].split(",")) if S["LAYER_IDS"] else 3  # and y at the answer's
     row = {"bf16": 2 * H, "fp8": H + 4} | ({"int4": H / 2 + H / 16} if H % 32 == 0 else {})
     per = {store: (planes + share) * size for store, size in row.items()}
@@ -675,8 +687,9 @@ def show(samples, tokens_per_sample, measured, store, bytes, hours, rates, large
             f"{hours[stage]:8.1f} h, {rates[stage][0]:,.0f} tokens/s ({rates[stage][1]})"
             if stage in hours else ""))
     print(f"  {'together':24}{human(sum(bytes.values())):>8}{sum(hours.values()):8.1f} h")
-    print(f"  the most that fits with a 5 % reserve: NUM_SAMPLES={largest_num_samples} ({store})\n  training: "
-          f"{drafter_weights / 1e9:.2f} billion weights, {human(training_bytes)} of " + (
+    print("  the most that fits with a 5 % reserve: "
+          f"NUM_SAMPLES={largest_num_samples} ({store})\n  training: {drafter_weights / 1e9:.2f} "
+          f"billion weights, {human(training_bytes)} of " + (
               f"a GPU's {human(float(F['gpu_bytes']))}" if "gpu_count" in F else "RAM") + "\n")
 
 def verdict():
@@ -697,11 +710,10 @@ def verdict():
 
 if sys.argv[1] == "download":
     sys.exit(download(*sys.argv[2:]))
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # also out of waiting threads
 for name in sys.argv[1:]:
     try:
         globals()[name]()
-    except KeyboardInterrupt:
-        sys.exit(130)
     except ImportError as error:
         say("FAIL", name, f"not checked: {error}", "pip install -r requirements.txt, or KIT_PYTHON")
     except Exception as error:  # a fault of one check must not hide the others

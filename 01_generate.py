@@ -14,15 +14,14 @@ Writes below $DATA/01_generate (JSON lines in UTF-8):
       source, turn (from 0), token_ids (prompt and answer), prompt_len (tokens), finish_reason,
       made_by ("dataset"), prompt (the last user turn), text, reasoning (null)
   manifest.json: counts, tokens, unusable rows by reason with an example each, sources, checksums
-The order is that of hash(SEED, opening). The opening is the system and the first user turn, white
-space folded; of conversations with one opening the first is kept. The first HELDOUT of the order are
-held out, the next NUM_SAMPLES train: a smaller number is a prefix of a larger one, and no opening
-stands on both sides.
+The order is that of hash(SEED, opening); the opening is the system and first user turn, white space
+folded; of conversations with one opening the first stays. The first HELDOUT are held out, the next
+NUM_SAMPLES train: a smaller number is a prefix of a larger, and no opening is on both sides.
 Costs 5 minutes of one CPU core and 1 GB of memory for the 1.42 million rows of open-perfectblend.
-Prints what was dropped and why, the mix of sources, and
-  01_generate: wrote 25,000 questions, 200 held out, 43,120 recorded answers to ... in 4m 12s
+Prints what was dropped, the mix of sources, and
+  01_generate: wrote 25,000 questions, 200 held out, 43,120 recorded answers to ... in 252 s
 """
-import argparse, atexit, fcntl, hashlib, heapq, json, os, re, signal, sys, time  # noqa: E401
+import argparse, atexit, fcntl, hashlib, heapq, json, os, re, signal, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -45,6 +44,7 @@ FORMS = ("conversations", "messages", "prompt", "question")  # columns; the firs
 ROLES = {"system": "system", "human": "user", "user": "user"} | dict.fromkeys(
     ("gpt", "assistant", "chatgpt", "bot", "model"), "assistant") | dict.fromkeys(
     ("tool", "function", "function_call", "tool_call", "tool_response", "observation"), "tool")
+KINDS = (".parquet", ".jsonl", ".json")  # of files, the first kind that a folder holds
 PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip ... zstd
 MAX_LINE_BYTES = 16 << 20  # a longer JSON line is no conversation
 MAX_JSON_BYTES = 1 << 30  # a JSON file up to this size is read whole, a larger one line by line
@@ -58,15 +58,13 @@ def find_files(name, copies):
     if path.is_file():
         return [path]
     if not path.is_dir():
-        if path.suffix in (".parquet", ".jsonl", ".json") or not re.fullmatch(
-                r"[\w-]+/[\w.-]+", name):
+        if path.suffix in KINDS or not re.fullmatch(r"[\w-]+/[\w.-]+", name):
             fail(f"no data set at {name!r}; to fix: set DATASET to a file, a folder or a hub id")
         path = copies / name.replace("/", "--")
         if not (path / "copied").exists():
             download(name, path)
-    inside = [file for file in sorted(path.rglob("[!.]*")) if ".cache" not in file.parts]
-    for suffix in (".parquet", ".jsonl", ".json"):
-        if files := [file for file in inside if file.suffix == suffix and file.is_file()]:
+    for kind in KINDS:
+        if files := sorted(file for file in path.rglob(f"[!.]*{kind}") if file.is_file()):
             return files
     fail(f"no .parquet, .jsonl or .json file in {path}; to fix: set DATASET to a data set")
 
@@ -74,18 +72,15 @@ def find_files(name, copies):
 def download(hub_id, path):
     """Copy a hub data set's files of one kind (of the train split, if it has splits) to `path`."""
     import huggingface_hub
-    print(f"{STAGE}: copying {hub_id} from the hub to {path}", flush=True)
     try:
+        print(f"{STAGE}: copying {hub_id} from the hub to {path}", flush=True)
         names = huggingface_hub.HfApi().list_repo_files(hub_id, repo_type="dataset")
-        kinds = [[n for n in names if n.endswith(kind)] for kind in (".parquet", ".jsonl", ".json")]
-        names = next(filter(None, kinds), [])
+        names = next(filter(None, ([n for n in names if n.endswith(kind)] for kind in KINDS)))
         huggingface_hub.snapshot_download(hub_id, repo_type="dataset", local_dir=path,
             allow_patterns=[n for n in names if "train" in n] or names)
-    except Exception as error:  # the hub client raises whatever its transports raise
-        fail(f"cannot copy {hub_id} from the hub ({type(error).__name__}: "
-             f"{str(error).strip().partition(chr(10))[0]}); to fix: run it again with network, or "
-             "copy it yourself and set DATASET to the folder")
-    path.mkdir(parents=True, exist_ok=True)
+    except Exception as error:  # the hub client raises what its transports raise
+        fail(f"cannot copy {hub_id} from the hub ({type(error).__name__}: {line(error)}); to fix: "
+             "run it again with network, or set DATASET to a copy of your own")
     (path / "copied").touch()
 
 
@@ -111,9 +106,8 @@ def read_rows(path):
     if path.suffix == ".parquet" or head.startswith(b"PAR1"):
         yield from read_parquet(path)
         return
-    whole = ValueError("too large")
-    if path.suffix == ".json" and path.stat().st_size <= MAX_JSON_BYTES:
-        whole = parse(path.read_bytes())
+    small = path.suffix == ".json" and path.stat().st_size <= MAX_JSON_BYTES
+    whole = parse(path.read_bytes()) if small else ValueError("read by lines")
     if isinstance(whole, dict) and not whole.keys() & set(FORMS):  # such as {"data": [...]}
         whole = next((value for value in whole.values() if isinstance(value, list)), whole)
     if isinstance(whole, ValueError):
@@ -140,19 +134,23 @@ def read_parquet(path):
                         rows.append(ValueError("not UTF-8"))
             yield from zip(rows, rows)
     except (pyarrow.ArrowException, OSError) as error:
-        fail(f"{path} is no whole parquet file ({str(error).partition(chr(10))[0][:200]}); to fix: "
-             "copy it again")
+        fail(f"{path} is no whole parquet file ({line(error)}); to fix: copy it again")
 
 
 def read_lines(path):
     """read_rows of a file with one JSON value a line; blank lines are no rows."""
     with open(path, "rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            rest = line
+        while raw := file.readline(MAX_LINE_BYTES):
+            rest = raw
             while len(rest) == MAX_LINE_BYTES and rest[-1:] != b"\n":
                 rest = file.readline(MAX_LINE_BYTES)
-            if line.strip():
-                yield ValueError("line too long") if rest is not line else parse(line), line
+            if raw.strip():
+                yield ValueError("line too long") if rest is not raw else parse(raw), raw
+
+
+def line(error):
+    """The message of an error on one line."""
+    return " ".join(str(error).split())[:300]
 
 
 def parse(raw):
@@ -181,10 +179,8 @@ def clean_text(content):
 def conversation(row):
     """Turns [{role, content}] of a row: an optional system turn, then user and assistant in turn.
     It ends before the first use of a tool. Raises ValueError with the reason it is unusable."""
-    if isinstance(row, ValueError):
-        raise row
     if not isinstance(row, dict):
-        raise ValueError("not an object")
+        raise row if isinstance(row, ValueError) else ValueError("not an object")
     form = next((form for form in FORMS if row.get(form)), None)
     given, turns = row.get(form), []
     if isinstance(given, str) and form in ("prompt", "question"):
@@ -214,16 +210,10 @@ def conversation(row):
 def make_turn_ids(turns):
     """The id of each user turn: 16 hex digits of the system and user turns up to it, white space
     folded, and its number; so it stays what it is whatever is added around the turn."""
-    state, ids = hashlib.sha256(), []
-    for turn in turns:
-        if turn["role"] != "assistant":
-            folded = [turn["role"], " ".join(turn["content"].split())]
-            state.update(json.dumps(folded).encode())
-        if turn["role"] == "user":
-            numbered = state.copy()
-            numbered.update(b"%d" % len(ids))
-            ids.append(numbered.hexdigest()[:16])
-    return ids
+    said = [[t["role"], " ".join(t["content"].split())] for t in turns if t["role"] != "assistant"]
+    ends = [index for index, (role, _) in enumerate(said, 1) if role == "user"]
+    return [hashlib.sha256(json.dumps([said[:end], turn]).encode()).hexdigest()[:16]
+            for turn, end in enumerate(ends)]
 
 
 def fits(turns, tokenizer, context):
@@ -235,15 +225,14 @@ def fits(turns, tokenizer, context):
         size < 16 * context and len(tokenizer.encode(text)) + margin < context)
 
 
-def choose(files, number, seed, sources, usable):
+def choose(files, number, seed, sources, usable, bar):
     """(chosen, tally): the first `number` conversations in the order of hash(seed, opening), as
-    [{turns, source, turn_ids}], in memory that `number` bounds; and what became of the rows.
-    `usable(turns)` is asked of each conversation; `sources` is a set of names, empty for all."""
+    [{turns, source, turn_ids}], in memory that `number` bounds; and what became of the rows, which
+    `bar` counts. `usable(turns)` is asked of each; `sources` is a set of names, empty for all."""
     tally = {"rows": 0, "other_source": 0, "duplicates": 0, "unusable": {}, "sources": Counter()}
-    best, heap = {}, []  # heap: the negated keys of `best`, so its last one is on top
-    bar = progress(None, "rows")
-    for path, row_number, (row, raw) in (
-            (path, *pair) for path in files for pair in enumerate(read_rows(path), 1)):
+    best, heap = {}, []  # heap: the negated keys of `best`, the last one on top
+    rows = ((path, *pair) for path in files for pair in enumerate(read_rows(path), 1))
+    for path, row_number, (row, raw) in rows:
         bar.update()
         tally["rows"] += 1
         source = row.get("source") if isinstance(row, dict) else None
@@ -270,7 +259,6 @@ def choose(files, number, seed, sources, usable):
             facts["count"] += 1
             facts["example"] = facts["example"] or f"{path.name}, row {row_number}: " + (
                 ascii(raw[:200] if isinstance(raw, bytes) else raw)[:200])
-    bar.close()
     return [best[key] for key in sorted(best)], tally
 
 
@@ -283,28 +271,15 @@ def check_rows(tally, dataset):
     if not tally["rows"]:
         fail(f"{dataset} has no rows; to fix: set DATASET to a data set of conversations")
     if not among:
-        fail("no row has a source of SOURCES; to fix: choose from "
-             + ", ".join(sorted(tally["sources"])[:20]))
+        fail(f"SOURCES finds nothing; to fix: choose from {', '.join(list(tally['sources'])[:20])}")
     if 2 * sum(facts["count"] for _, facts in reasons) > among:
-        fail(f"more than half of {among:,} rows are no usable conversation, most of them: "
-             f"{reasons[0][0]} ({reasons[0][1]['example']}); to fix: give conversations in one of "
-             f"the columns {', '.join(FORMS)}")
+        fail(f"more than half of {among:,} rows are no usable conversation, most: {reasons[0][0]} "
+             f"({reasons[0][1]['example']}); to fix: give them as one of {', '.join(FORMS)}")
 
 
 # ---- recorded answers ---------------------------------------------------------------------------
-def load_tokenizer(directory, trust):
-    """The tokenizer of a model's directory. Exits 1 where it needs its own code and may not."""
-    from transformers import AutoTokenizer
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
-    except (OSError, ValueError, ImportError) as error:
-        fix = "set TRUST_REMOTE_CODE to 1" if "trust_remote_code" in str(error) else "copy it again"
-        fail(f"no usable tokenizer in {directory} ({str(error).strip().partition(chr(10))[0]}); "
-             f"to fix: {fix}")
-
-
 def recorded_samples(question, tokenizer, context, last_only, dropped):
-    """Yield the samples of a conversation's recorded answers. The boundary comes from rendering with
+    """Yield the samples of a conversation's recorded answers, their boundaries from rendering with
     and without the answer; `dropped` counts by reason those that have none."""
     def render(count, ask):
         return list(tokenizer.apply_chat_template(turns[:count], add_generation_prompt=ask,
@@ -340,9 +315,9 @@ def write_lines(path, rows, tokens):
     def write(tmp):
         with open(tmp, "wb") as file:
             for row in rows:
-                line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-                digest.update(line)
-                facts["bytes"] += file.write(line)
+                data = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+                digest.update(data)
+                facts["bytes"] += file.write(data)
                 facts["lines"] += 1
                 tokens["prompt"] += row.get("prompt_len", 0)
                 tokens["answer"] += len(row.get("token_ids", ())) - row.get("prompt_len", 0)
@@ -461,8 +436,6 @@ def find_model(name):
 
 def main():
     s, start_sec = settings(), time.monotonic()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: fail("stopped; to continue: run it again", 128 + n))
     out, (directory, target_id) = Path(s.DATA) / STAGE, find_model(s.TARGET)
     files = find_files(s.DATASET, out) if Path(s.DATASET).exists() else []
     manifest = open_stage(
@@ -471,32 +444,41 @@ def main():
         inputs={"dataset": dataset_id(s.DATASET, files), "target": target_id},
         size={"NUM_SAMPLES": s.NUM_SAMPLES})
     files = files or find_files(s.DATASET, out / "source")
-    tokenizer = load_tokenizer(directory, s.TRUST_REMOTE_CODE)
+    try:
+        from transformers import AutoTokenizer
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=s.TRUST_REMOTE_CODE)
+    except (OSError, ValueError, ImportError) as error:
+        fail(f"no tokenizer in {directory} ({line(error)}); to fix: "
+             "set TRUST_REMOTE_CODE to 1 if it needs its own code, else copy it again")
     config = json.loads((directory / "config.json").read_text())
     context = config.get("text_config", config).get("max_position_embeddings") or 1 << 62
-    chosen, tally = choose(files, s.HELDOUT + s.NUM_SAMPLES, s.SEED,
-                           {name.strip() for name in s.SOURCES.split(",")} - {""},
-                           lambda turns: fits(turns, tokenizer, context))
+    with progress(None, "rows") as bar:
+        chosen, tally = choose(files, s.HELDOUT + s.NUM_SAMPLES, s.SEED,
+                               {name.strip() for name in s.SOURCES.split(",")} - {""},
+                               lambda turns: fits(turns, tokenizer, context), bar)
     check_rows(tally, s.DATASET)
     if len(chosen) <= s.HELDOUT:
         fail(f"{s.DATASET} has only {len(chosen):,} usable questions, {s.HELDOUT:,} are to be held "
              "out; to fix: lower HELDOUT, or take a larger data set")
     splits = {"heldout": chosen[:s.HELDOUT], "questions": chosen[s.HELDOUT:]}
-    if len(splits["questions"]) < s.NUM_SAMPLES:
+    if len(chosen) < s.HELDOUT + s.NUM_SAMPLES:
         print(f"{STAGE}: only {len(chosen) - s.HELDOUT:,} questions, {s.NUM_SAMPLES:,} were wanted")
     mix = Counter(question["source"] or "(none)" for question in splits["questions"])
     print(f"{STAGE}: sources:", ", ".join(f"{name} {count:,}" for name, count in mix.most_common()))
     facts, tokens, dropped = {}, Counter(), Counter()
-    bar = progress(len(chosen), "conversations rendered")
-    for (name, those), samples in zip(splits.items(), ("heldout_samples", "samples")):
-        facts[name + ".jsonl"] = write_lines(out / (name + ".jsonl"), (
-            {"id": question["turn_ids"][-1], "source": question["source"],
-             "messages": [turn for turn in question["turns"] if turn["role"] != "assistant"],
-             "turn_ids": question["turn_ids"]} for question in those), tokens)
-        facts[samples + ".jsonl"] = write_lines(out / (samples + ".jsonl"), (
-            sample for question in those for sample in (bar.update(), *recorded_samples(
-                question, tokenizer, context, s.LAST_TURN_ONLY, dropped))[1:]), tokens)
-    bar.close()
+
+    def samples_of(those):
+        for question in those:
+            yield from recorded_samples(question, tokenizer, context, s.LAST_TURN_ONLY, dropped)
+            bar.update()
+    with progress(len(chosen), "conversations rendered") as bar:
+        for (name, those), samples in zip(splits.items(), ("heldout_samples", "samples")):
+            facts[name + ".jsonl"] = write_lines(out / (name + ".jsonl"), (
+                {"id": question["turn_ids"][-1], "source": question["source"],
+                 "messages": [turn for turn in question["turns"] if turn["role"] != "assistant"],
+                 "turn_ids": question["turn_ids"]} for question in those), tokens)
+            facts[samples + ".jsonl"] = write_lines(
+                out / (samples + ".jsonl"), samples_of(those), tokens)
     for reason, count in dropped.items():
         print(f"{STAGE}: {count:,} recorded answers dropped: {reason}")
     counts = {name.removesuffix(".jsonl"): fact["lines"] for name, fact in facts.items()}
@@ -504,13 +486,14 @@ def main():
         "counts": counts | {"answers_dropped": dropped}, "tokens": tokens,
         "rows": tally | {"sources": len(tally["sources"])}, "sources": mix, "files": facts,
         "done": True})
-    minutes, seconds = divmod(int(time.monotonic() - start_sec), 60)
     print(f"{STAGE}: wrote {counts['questions']:,} questions, {s.HELDOUT:,} held out, "
           f"{counts['samples'] + counts['heldout_samples']:,} recorded answers to {out} in "
-          f"{minutes}m {seconds:02d}s")
+          f"{time.monotonic() - start_sec:.0f} s")
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: fail("stopped; to continue: run it again", 128 + n))
     try:
         main()
     except OSError as error:

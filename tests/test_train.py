@@ -67,7 +67,7 @@ def make_data(root, store="bf16", train=(12, 12), heldout=6, width=H, seed=0):
         files[name] = {"bytes": (out / name).stat().st_size, "samples": count,
                        "tokens": len(tokens), "split": split}
     (out / "manifest.json").write_text(json.dumps({
-        "stage": "02_extract", "settings": {"STORE": store}, "inputs": {
+        "stage": "02_extract", "settings": {"STORE": store, "SAMPLES_FROM": "01_generate"}, "inputs": {
             "target": hashlib.sha256((target / "config.json").read_bytes()).hexdigest()[:16]},
         "size": {"samples": sum(train)}, "hidden_size": H, "num_layers": 8, "layer_ids": LAYERS,
         "last_layer": 8, "store": store, "counts": {"samples": sum(train), "heldout_samples": heldout},

@@ -158,7 +158,8 @@ def test_start_from_a_published_drafter(finished, tmp_path, run, names, train):
     out = tmp_path / "data/03_train/n24/drafter"
     assert torch.equal(load_file(out / "model.safetensors")["d2t"], w["d2t"])
     assert json.loads((out / "config.json").read_text())["rope_theta"] == 5e4
-    assert "step 0: acceptance length" in said and "covers" in said
+    assert "step 0, held out: acceptance length" in said and "covers" in said
+    assert "--layer-ids 3,5,6" in said  # nearly useless as it is: perhaps the other numbering
 
 
 def test_bad_drafters_are_named(finished, tmp_path, run):

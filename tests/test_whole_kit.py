@@ -11,12 +11,19 @@ from conftest import demo_environ
 pytestmark = pytest.mark.engine
 
 
+@pytest.fixture(scope="module")
+def results(demo):
+    return json.loads(next(demo.glob("04_eval/*/results.json")).read_text())
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_every_stage_is_done(demo):
-    for directory in ("01_generate", "01b_generate_synthetic", "02_extract", "03_train/n96", "04_eval/n96"):
+    samples = json.loads((demo / "02_extract/manifest.json").read_text())["counts"]["samples"]
+    for directory in ("01_generate", "01b_generate_synthetic", "02_extract", f"03_train/n{samples}",
+                      f"04_eval/n{samples}"):
         assert json.loads((demo / directory / "manifest.json").read_text())["done"] is True
     assert not list(demo.rglob("*.tmp")) and not list(demo.rglob(".lock"))
 
@@ -34,8 +41,7 @@ def test_questions_and_answers_belong_together(demo):
         assert 0 < answer["prompt_len"] < len(answer["token_ids"]) <= answer["prompt_len"] + 96
 
 
-def test_results_hold_what_the_user_wanted_to_know(demo):
-    results = json.loads((demo / "04_eval/n96/results.json").read_text())
+def test_results_hold_what_the_user_wanted_to_know(results):
     assert results["num_speculative_tokens"] == 3
     assert results["questions"] == 24 == results["compared_outputs"]
     by_position = results["acceptance_by_position"]
@@ -46,8 +52,7 @@ def test_results_hold_what_the_user_wanted_to_know(demo):
         assert speedup == pytest.approx(speeds["drafter"] / speeds["plain"])
 
 
-def test_offline_acceptance_means_what_vllm_counts(demo):
-    results = json.loads((demo / "04_eval/n96/results.json").read_text())
+def test_offline_acceptance_means_what_vllm_counts(results):
     for offline, served in zip(results["offline_acceptance_by_position"],
                                results["acceptance_by_position"], strict=True):
         assert offline == pytest.approx(served, abs=0.05)
