@@ -16,7 +16,11 @@ Writes  $DATA/02_extract/{train,heldout}-00000.safetensors, samples laid end to 
     scales float16 [..,H/32], one for 32 values.
   metadata: ids (a JSON list), format, store, layer_ids, last_layer, run (hash of the settings)
   manifest.json: files (bytes, xxh3_64, samples, tokens, answer_tokens, split), counts, proof
-@MEASURED@"""
+vLLM's connector passes the states through STAGING, a tmpfs, off the engine's path; threads here
+check, quantise and remove them, so STAGING_GB and one shard are the most in memory. Measured on 2
+cores (SmolLM2-135M): 2,381 tokens/s with it, 2,021 with plain prefill; tests/bench_extract.py.
+Prints  02_extract: wrote 25,000 samples, 1,610.000 GB are in ..., in 2h 41m (9,870 tokens/s)
+"""
 import argparse, atexit, fcntl, hashlib, json, os, re, sys, time
 import random, shlex, shutil, signal
 from collections import deque
@@ -282,6 +286,12 @@ def keep_shard(path, facts, known):
         print(f"{STAGE}: removes {path.name}, damaged; its samples are made again", flush=True)
         path.unlink()
     return good
+
+def check_some(out, known, until):
+    """Check shards in random order until that time: what a done result gets, of all its bytes."""
+    for path in random.sample([out / name for name in sorted(known)], len(known)):
+        if time.time() < until and path.exists():
+            keep_shard(path, read_shard(path)[1], known)
 
 def take_stock(out, prefix, known, run_id):
     """({path: facts}, {(split, id)}) of the whole shards in `out`. One that differs from `known`,
@@ -576,9 +586,7 @@ def main():
             if (home / "manifest.json").exists()}
     known = {Path(name).name: facts for each in kept.values()
              for name, facts in each["files"].items()}
-    for name in random.sample(sorted(known), len(known)):  # of a done result a second's worth
-        if time.time() < begin + 1 and (out / name).exists():
-            keep_shard(out / name, read_shard(out / name)[1], known)
+    check_some(out, known, begin + 1)
     store = s.STORE
     if store == "auto":
         store = (next(iter(kept.values()))["settings"]["STORE"] if kept else

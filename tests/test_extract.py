@@ -382,3 +382,42 @@ def test_errors_that_a_user_can_cause(stage, tmp_path, target):
     done = stage("02_extract", *flags, "--part", "4", check=False)
     assert done.returncode == 2 and "PART" in done.stdout
     assert "Traceback" not in done.stdout
+
+
+def test_a_full_tmpfs_costs_one_shard(stage02, monkeypatch, tmp_path):
+    """The real ENOSPC, from safetensors and from the manifest's writer; what is whole stays."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path]).returncode:
+        pytest.skip("may not mount")
+    try:
+        manifest, why = run_extract(stage02, monkeypatch, tmp_path, 60)
+        assert "cannot write" in why and 0 < len(manifest["files"]) < 6
+        assert not list(tmp_path.glob(".*.tmp"))
+        files, done = stage02.take_stock(tmp_path, "", manifest["files"], "r")
+        assert {path.name for path in files} == set(manifest["files"])
+        assert len(done) == sum(facts["samples"] for facts in files.values())
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_children_die_with_a_killed_stage(kit):
+    """A forked child of a process that is killed with -9."""
+    code = """
+import importlib, multiprocessing, os, sys, time
+stage = importlib.import_module("02_extract")
+os.register_at_fork(after_in_child=stage.die_with_parent)
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=kit, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    deadline = time.time() + 5
+    while Path(f"/proc/{child}").exists() and time.time() < deadline:
+        if " Z " in Path(f"/proc/{child}/stat").read_text():  # ended, not yet reaped
+            break
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text()
