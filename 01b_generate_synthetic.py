@@ -30,7 +30,7 @@ TARGET = "moonshotai/Kimi-K2.5"  # hub id or directory of the model that the ser
 TRUST_REMOTE_CODE = False  # run the Python code that comes with the target's tokenizer
 CONCURRENCY = 256  # requests in flight, over all servers [1..]
 READ_TIMEOUT_SEC = 3600.0  # for a whole answer; 4,096 tokens at 5 tokens/s take 820 s [0.1..]
-GIVE_UP_MIN = 60.0  # minutes without any server until the stage ends; 0 = do not wait [0..]
+GIVE_UP_MIN = 60.0  # minutes without any server until the stage ends with status 3 [0..]
 # answers
 MAX_TOKENS = 4096  # tokens of an answer; less where the server's context leaves no room [1..]
 TEMPERATURE = 1.0  # of sampling, as the target is served; a small model does better at 0.6 [0..2]
@@ -236,8 +236,8 @@ class Fleet:
             now = time.monotonic()
             here_sec = now if self.up else here_sec
             if not self.up and now - here_sec >= 60 * self.s.GIVE_UP_MIN:
-                raise Stop(f"no server for {self.s.GIVE_UP_MIN:g} minutes {why}; to fix: vllm "
-                           f"serve {self.s.TARGET}, or set SERVER_URL; run it again to continue")
+                raise Stop(f"no server for {self.s.GIVE_UP_MIN:g} minutes {why}; to fix: vllm serve "
+                           f"{self.s.TARGET}, or set SERVER_URL; run it again to continue", 3)
             if not self.up and now - said_sec >= 60:
                 print(f"\n{STAGE}: no server, waiting {why}", flush=True)
                 said_sec = now

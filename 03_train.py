@@ -34,7 +34,7 @@ TRAIN_HEAD = False  # train the head too; else it stays the target's rows, or th
 TTT_STEPS = 4  # training-time test steps; at least as many as serving drafts [1..16]
 STEP_WEIGHT = 1.0  # TTT step k weighs this to the power k; 0.8 is usual, equal did better [0..1]
 NUM_SPECULATIVE_TOKENS = 3  # tokens drafted at a time, as acceptance is measured [1..16]
-LEARNING_RATE = 0.0  # peak; 0 means 3e-3 from scratch, 5e-5 from a published drafter [0..]
+LEARNING_RATE = 0.0  # peak; 0 means 1e-2 from scratch, 5e-5 from a published drafter [0..]
 OPTIMIZER = "muon"  # of the matrices; norms and head have AdamW [muon|adamw]
 WARMUP = 0.02  # share of the steps in which the rate rises; then it falls as a cosine [0..1]
 CLIP = 1.0  # largest norm of the gradient [0..]
@@ -726,7 +726,7 @@ def main():
         fail(f"02_extract is of another target (got {extract['inputs']['target']}, want "
              f"{target_id}); to fix: set TARGET to the one it was made with")
     start = find_drafter(s.DRAFTER, data)
-    s.LEARNING_RATE = s.LEARNING_RATE or (5e-5 if start else 3e-3)
+    s.LEARNING_RATE = s.LEARNING_RATE or (5e-5 if start else 1e-2)
     out = data / STAGE / (s.RUN or f"n{extract['counts']['samples']}")
     if rank == 0:
         rows = s.ACCUMULATE * int(os.environ.get("WORLD_SIZE", 1))

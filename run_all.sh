@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole kit in order: set-up, preflight, stages 01 to 04; done ones are skipped, begun ones go on.
+# The whole kit: set-up, preflight, stages 01 to 04; what is done is skipped, what is begun goes on.
 #   ./run_all.sh                          with the constants at the top of each file (8 GPUs, /data)
 #   ./run_all.sh 03_train 04_eval         only these stages
 #   ./run_all.sh demo                     all of it on a CPU with a small real model, in ./demo-data
@@ -56,11 +56,14 @@ trap stop_server EXIT
 trap interrupted INT TERM
 
 start_server() {  # a server for 01b, with the flags that 04 serves with, unless SERVER_URL answers
-    local start=$SECONDS log="$LOGS/server.log" now last=""
+    local start=$SECONDS log="$LOGS/server.log" status=0 now last=""
     if curl -fsS -m 5 -o /dev/null "${URL%%,*}/health" 2>/dev/null; then
         say "using the server at $URL"
         return
     fi
+    # 01b itself knows whether there is something to ask: then it misses the server (status 3).
+    KIT_GIVE_UP_MIN=0 "$PYTHON" 01b_generate_synthetic.py >/dev/null 2>&1 || status=$?
+    ((status == 3)) || return 0
     setsid "$PYTHON" -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port "${URL##*:}" \
         "${SERVE[@]:2}" >"$log" 2>&1 </dev/null &
     SERVER_PID=$!
@@ -68,7 +71,7 @@ start_server() {  # a server for 01b, with the flags that 04 serves with, unless
     until curl -fsS -m 5 -o /dev/null "$URL/health" 2>/dev/null; do
         kill -0 "$SERVER_PID" 2>/dev/null || { tail -n 20 "$log" >&2; die "the server died: $log"; }
         ((SECONDS - start < LOAD_MIN * 60)) || die "the server is not ready, see $log"
-        now=$(grep -aoE '(Loading safetensors|Loading weights|init engine).*' "$log" | tail -n 1) || true
+        now=$(grep -aoE '(Loading (safetensors|weights)|init engine).*' "$log" | tail -n 1) || true
         [[ "$now" == "$last" ]] || say "$((SECONDS - start)) s: $now"
         last="$now"
         sleep 2
@@ -79,10 +82,8 @@ start_server() {  # a server for 01b, with the flags that 04 serves with, unless
 wait_for_gpus() {  # extraction, training and evaluation need the GPUs to themselves
     local start=$SECONDS users
     command -v nvidia-smi >/dev/null || return 0
-    while users=$(nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv,noheader) &&
-        [[ -n "$users" ]]; do
-        ((SECONDS - start < FREE_MIN * 60)) ||
-            die "the GPUs are in use by: $users; to fix: end that, then $AGAIN"
+    while users=$(nvidia-smi --query-compute-apps=pid,name --format=csv,noheader) && [[ $users ]]; do
+        ((SECONDS - start < FREE_MIN * 60)) || die "the GPUs are in use by $users; end that first"
         sleep 5
     done
 }
@@ -99,19 +100,18 @@ run_stage() {
 for stage in "$@"; do
     [[ " ${ALL[*]} " == *" $stage "* ]] || die "no stage '$stage'; to fix: choose from ${ALL[*]}"
 done
-if [[ ! -x "$PYTHON" && "$PYTHON" == .venv/bin/python ]]; then
+[[ -x .venv/bin/python || -n "${KIT_PYTHON:-}" ]] || {
     say "installing requirements.txt into .venv"
     python3 -m venv .venv && .venv/bin/python -m pip install -q -r requirements.txt
-fi
+}
 mapfile -d '' SERVE < <("$PYTHON" -c '
 import json, shlex, subprocess, sys
 s = {}
 for stage in ("01b_generate_synthetic.py", "04_eval.py"):
-    s |= json.loads(subprocess.run([sys.executable, stage, "--settings"], check=True,
-                                   stdout=subprocess.PIPE).stdout)
-print(s["DATA"], s["SERVER_URL"], "--model", s["TARGET"], "--tensor-parallel-size",
-      s["TENSOR_PARALLEL"], "--pipeline-parallel-size", s["PIPELINE_PARALLEL"],
-      "--data-parallel-size", s["DATA_PARALLEL"], *["--trust-remote-code"] * s["TRUST_REMOTE_CODE"],
+    s |= json.loads(subprocess.check_output([sys.executable, stage, "--settings"]))
+for key in ("tensor", "pipeline", "data"):
+    s["ENGINE_ARGS"] += " --{}-parallel-size {}".format(key, s[key.upper() + "_PARALLEL"])
+print(s["DATA"], s["SERVER_URL"], "--model", s["TARGET"], *["--trust-remote-code"] * s["TRUST_REMOTE_CODE"],
       *shlex.split(s["ENGINE_ARGS"] + " " + s["SERVE_ARGS"]), sep="\0", end="\0")')
 ((${#SERVE[@]} > 2)) || die "a setting is wrong (see above)"
 ./00_preflight.sh || [[ "$SKIP_PREFLIGHT" == 1 ]] ||
@@ -121,10 +121,8 @@ mkdir -p "$LOGS"
 [[ $# -gt 0 ]] || set -- "${ALL[@]}"
 for stage in "$@"; do
     say "==== $stage"
-    case "$stage" in
-        01b_generate_synthetic) start_server ;;
-        02_extract | 03_train | 04_eval) wait_for_gpus ;;
-    esac
+    [[ "$stage" != 01b* ]] || start_server
+    [[ "$stage" == 01* ]] || wait_for_gpus
     run_stage "$stage"
     stop_server
 done

@@ -100,7 +100,7 @@ def main():
     train.import_torch()
     import torch
     s = SimpleNamespace(**{name: value for name, value in vars(train).items() if name.isupper()} | {
-        "TTT_STEPS": a.ttt_steps, "ROW_TOKENS": 1024, "LEARNING_RATE": 3e-3, "DRAFT_VOCAB": 4096})
+        "TTT_STEPS": a.ttt_steps, "ROW_TOKENS": 1024, "LEARNING_RATE": 1e-2, "DRAFT_VOCAB": 4096})
     extract = json.loads((a.extract / "manifest.json").read_text())
     samples, heldout = (train.read_shards(a.extract, extract, split, s.ROW_TOKENS)
                         for split in ("train", "heldout"))
