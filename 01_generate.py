@@ -49,7 +49,6 @@ PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  
 MAX_LINE_BYTES = 16 << 20  # a longer JSON line is no conversation
 MAX_JSON_BYTES = 1 << 30  # a JSON file up to this size is read whole, a larger one line by line
 
-
 # ---- reading the data set -----------------------------------------------------------------------
 def find_files(name, copies):
     """Files of the data set `name`, sorted: one file, or the parquet (else JSONL, else JSON) files
@@ -68,7 +67,6 @@ def find_files(name, copies):
             return files
     fail(f"no .parquet, .jsonl or .json file in {path}; to fix: set DATASET to a data set")
 
-
 def download(hub_id, path):
     """Copy a hub data set's files of one kind (of the train split, if it has splits) to `path`."""
     import huggingface_hub
@@ -83,7 +81,6 @@ def download(hub_id, path):
              "run it again with network, or set DATASET to a copy of your own")
     (path / "copied").touch()
 
-
 def dataset_id(name, files):
     """What a data set is, wherever it lies: its hub id, or its name and 16 hex digits of sizes and
     of the first and last 64 kB of its files."""
@@ -94,7 +91,6 @@ def dataset_id(name, files):
             file.seek(max(0, path.stat().st_size - 65536))
             digest.update(file.read())
     return f"{Path(name).resolve().name} {digest.hexdigest()[:16]}" if files else name
-
 
 def read_rows(path):
     """Yield (row, raw) for each row of a file: what json or arrow made of it, or a ValueError that
@@ -114,7 +110,6 @@ def read_rows(path):
         yield from read_lines(path)
     else:
         yield from ((row, row) for row in (whole if isinstance(whole, list) else [whole]))
-
 
 def read_parquet(path):
     """read_rows of a parquet file, 256 rows at a time."""
@@ -136,7 +131,6 @@ def read_parquet(path):
     except (pyarrow.ArrowException, OSError) as error:
         fail(f"{path} is no whole parquet file ({line(error)}); to fix: copy it again")
 
-
 def read_lines(path):
     """read_rows of a file with one JSON value a line; blank lines are no rows."""
     with open(path, "rb") as file:
@@ -147,11 +141,9 @@ def read_lines(path):
             if raw.strip():
                 yield ValueError("line too long") if rest is not raw else parse(raw), raw
 
-
 def line(error):
     """The message of an error on one line."""
     return " ".join(str(error).split())[:300]
-
 
 def parse(raw):
     """What the JSON bytes `raw` hold, or (not raised) a ValueError that says why nothing."""
@@ -161,7 +153,6 @@ def parse(raw):
         return ValueError("not UTF-8")
     except (ValueError, RecursionError):
         return ValueError("not JSON")
-
 
 # ---- conversations ------------------------------------------------------------------------------
 def clean_text(content):
@@ -174,7 +165,6 @@ def clean_text(content):
     if re.search("[\ud800-\udfff]", content):
         raise ValueError("lone surrogate")
     return content.strip()
-
 
 def conversation(row):
     """Turns [{role, content}] of a row: an optional system turn, then user and assistant in turn.
@@ -206,7 +196,6 @@ def conversation(row):
         raise ValueError("no user turn")
     return turns
 
-
 def make_turn_ids(turns):
     """The id of each user turn: 16 hex digits of the system and user turns up to it, white space
     folded, and its number; so it stays what it is whatever is added around the turn."""
@@ -215,7 +204,6 @@ def make_turn_ids(turns):
     return [hashlib.sha256(json.dumps([said[:end], turn]).encode()).hexdigest()[:16]
             for turn, end in enumerate(ends)]
 
-
 def fits(turns, tokenizer, context):
     """Whether the system and user turns leave room in `context` tokens. Tokenises only where the
     bytes leave it open: a token is at least a byte, and on average less than 16."""
@@ -223,7 +211,6 @@ def fits(turns, tokenizer, context):
     size, margin = len(text.encode()), 64 * len(turns)
     return size + margin < context or (
         size < 16 * context and len(tokenizer.encode(text)) + margin < context)
-
 
 def choose(files, number, seed, sources, usable, bar):
     """(chosen, tally): the first `number` conversations in the order of hash(seed, opening), as
@@ -261,7 +248,6 @@ def choose(files, number, seed, sources, usable, bar):
                 ascii(raw[:200] if isinstance(raw, bytes) else raw)[:200])
     return [best[key] for key in sorted(best)], tally
 
-
 def check_rows(tally, dataset):
     """Print what was dropped and why; exit 1 when more than half of the rows are unusable."""
     among = tally["rows"] - tally["other_source"]
@@ -275,7 +261,6 @@ def check_rows(tally, dataset):
     if 2 * sum(facts["count"] for _, facts in reasons) > among:
         fail(f"more than half of {among:,} rows are no usable conversation, most: {reasons[0][0]} "
              f"({reasons[0][1]['example']}); to fix: give them as one of {', '.join(FORMS)}")
-
 
 # ---- recorded answers ---------------------------------------------------------------------------
 def recorded_samples(question, tokenizer, context, last_only, dropped):
@@ -307,7 +292,6 @@ def recorded_samples(question, tokenizer, context, last_only, dropped):
                    "finish_reason": "stop", "made_by": "dataset", "reasoning": None,
                    "prompt": turns[index - 1]["content"], "text": turns[index]["content"]}
 
-
 def write_lines(path, rows, tokens):
     """Write rows as JSON lines, whole. Returns bytes, lines, sha256; adds to Counter `tokens`."""
     digest, facts = hashlib.sha256(), {"bytes": 0, "lines": 0}
@@ -323,7 +307,6 @@ def write_lines(path, rows, tokens):
                 tokens["answer"] += len(row.get("token_ids", ())) - row.get("prompt_len", 0)
     write_whole(path, write)
     return facts | {"sha256": digest.hexdigest()}
-
 
 # ---- plumbing: identical in every stage, compared by tests/test_contracts.py --------------------
 def fail(message, status=1):
@@ -433,7 +416,6 @@ def find_model(name):
     config += index.read_bytes() if index.exists() else b""
     return directory, hashlib.sha256(config).hexdigest()[:16]
 
-
 def main():
     s, start_sec = settings(), time.monotonic()
     out, (directory, target_id) = Path(s.DATA) / STAGE, find_model(s.TARGET)
@@ -489,7 +471,6 @@ def main():
     print(f"{STAGE}: wrote {counts['questions']:,} questions, {s.HELDOUT:,} held out, "
           f"{counts['samples'] + counts['heldout_samples']:,} recorded answers to {out} in "
           f"{time.monotonic() - start_sec:.0f} s")
-
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):

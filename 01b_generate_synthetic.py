@@ -48,14 +48,12 @@ DEGENERATE = ("empty", "not printable", "repetition", "no </think>")
 SAMPLES, HELDOUT, REJECTED, ERRORS = "samples", "heldout_samples", "rejected", "errors"  # files
 Stop = SystemExit  # raised in threads with a message for the user; everything answered is kept
 
-
 # ---- answers ------------------------------------------------------------------------------------
 def repeats(text):
     """Whether the second half of `text` is one phrase of up to 200 characters over and over."""
     half = text[len(text) // 2:]
     return len(half) >= 8 and any(half[period:] == half[:-period]
                                   for period in range(1, min(200, len(half) // 2) + 1))
-
 
 def verdict(sample, thinking, keep_cut):
     """Why an answer must not be trained on, or None; `thinking` was asked for."""
@@ -67,7 +65,6 @@ def verdict(sample, thinking, keep_cut):
     if not said or ended and (not sample["text"] or thinking and sample["reasoning"] is None):
         return "no </think>" if said and thinking else "empty"
     return None if ended or keep_cut else "cut"
-
 
 def read_reply(reply, vocab_size, thinking):
     """Fields of a sample out of a chat reply. ValueError unless it is whole and consistent."""
@@ -89,7 +86,6 @@ def read_reply(reply, vocab_size, thinking):
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no whole reply ({type(error).__name__}: {error})") from None
 
-
 def read_back(path):
     """Yield the rows of an append-only file; cut off a torn last line. Exits 1 on other damage."""
     good, size = 0, path.stat().st_size if path.exists() else 0
@@ -107,7 +103,6 @@ def read_back(path):
                 return
             good += len(line)
             yield row
-
 
 class Book:
     """The append-only files; known = {id: text of the answer if a later turn needs it}."""
@@ -144,6 +139,11 @@ class Book:
         self.take(name, row)
         self.lock.release()
 
+    def sync(self):
+        """Bring what was appended to the disk."""
+        for file in self.files.values():
+            os.fsync(file.fileno())
+
     def judge(self, at_least):
         """Raise Stop when too many answers failed or are degenerate."""
         bad = sum(self.reasons[reason] for reason in DEGENERATE) + self.counts[ERRORS]
@@ -151,7 +151,6 @@ class Book:
         if among >= at_least and bad > MAX_BAD_SHARE * among:
             raise Stop(f"{bad:,} of {among:,} answers are degenerate or failed, the last one: "
                        f"{self.last_bad}; to fix: mend the server or sampling, mv {self.out} aside")
-
 
 # ---- servers ------------------------------------------------------------------------------------
 class Fleet:
@@ -236,8 +235,8 @@ class Fleet:
             now = time.monotonic()
             here_sec = now if self.up else here_sec
             if not self.up and now - here_sec >= 60 * self.s.GIVE_UP_MIN:
-                raise Stop(f"no server for {self.s.GIVE_UP_MIN:g} minutes {why}; to fix: vllm serve "
-                           f"{self.s.TARGET}, or set SERVER_URL; run it again to continue", 3)
+                raise Stop(f"no server for {self.s.GIVE_UP_MIN:g} minutes {why}; to fix: vllm "
+                           f"serve {self.s.TARGET}, or set SERVER_URL; run it again to continue", 3)
             if not self.up and now - said_sec >= 60:
                 print(f"\n{STAGE}: no server, waiting {why}", flush=True)
                 said_sec = now
@@ -271,7 +270,6 @@ class Fleet:
                 self.busy[url].discard(threading.get_ident())
         return {}, why
 
-
 # ---- the run ------------------------------------------------------------------------------------
 def converse(question, greedy, book, fleet):
     """Ask the user turns of a question in order; write a row for each that is not known yet."""
@@ -295,7 +293,6 @@ def converse(question, greedy, book, fleet):
         history.append({"role": "assistant", "content": book.known.get(turn_id)})
         ended = ended or (None if history[-1]["content"] else "no history")
 
-
 def run(questions, heldout, book, fleet):
     """Answer what is not answered, in threads; all is synced when it ends or raises."""
     todo = [(question, greedy) for those, greedy in ((heldout, True), (questions, False))
@@ -311,10 +308,11 @@ def run(questions, heldout, book, fleet):
     threads = [threading.Thread(target=job, daemon=True) for job in
                [fleet.watch] + [answer] * min(fleet.s.CONCURRENCY, len(todo))]
     try:
-        any(thread.start() for thread in threads)  # start() is None, as fsync() is
+        for thread in threads:
+            thread.start()
         while not raised and (working := [t for t in threads[1:] if t.is_alive()]):
             working[0].join(SYNC_SEC)
-            any(os.fsync(file.fileno()) for file in book.files.values())
+            book.sync()
             new, sec = book.tokens - before, time.monotonic() - start_sec
             bar.set_postfix_str(refresh=False, s=(
                 f"{new['answer'] / sec:,.0f} tokens/s out, {new['prompt'] / sec:,.0f} in, "
@@ -322,11 +320,10 @@ def run(questions, heldout, book, fleet):
             bar.update(len(book.known) - bar.n)
     finally:
         bar.close()
-        any(os.fsync(file.fileno()) for file in book.files.values())
+        book.sync()
     for error in raised[:1]:
         raise error
     book.judge(1)
-
 
 def finish(out, manifest, book, number):
     """Write the histogram and the manifest for `number` questions; print the summary."""
@@ -346,7 +343,6 @@ def finish(out, manifest, book, number):
         "size": {"questions": number - book.counts[ERRORS]}})  # so the next run asks them again
     print(f"{STAGE}: {len(book.lengths):,} answers of {book.tokens['answer']:,} tokens (lengths "
           f"{cuts}) to {out}; rejected: {dict(book.reasons)}; failed: {book.counts[ERRORS]:,}")
-
 
 # ---- plumbing: identical in every stage, compared by tests/test_contracts.py --------------------
 def fail(message, status=1):
@@ -456,7 +452,6 @@ def find_model(name):
     config += index.read_bytes() if index.exists() else b""
     return directory, hashlib.sha256(config).hexdigest()[:16]
 
-
 def main():
     s = settings()
     out, source = Path(s.DATA) / STAGE, Path(s.DATA) / "01_generate"
@@ -487,7 +482,6 @@ def main():
         fail(f"{book.counts[ERRORS]:,} of {number:,} questions failed, the last one: "
              f"{book.last_bad}; to fix: run it again")
     finish(out, manifest | ({"server": fleet.model} if fleet.model else {}), book, number)
-
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
