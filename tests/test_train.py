@@ -120,7 +120,6 @@ def tiny_drafter(train, s=SimpleNamespace(MLP_WIDTH=0, SEED=1), dtype=torch.floa
         w[name] = (p + 0.1 * torch.randn(p.shape, generator=chance)).requires_grad_()
     return SimpleNamespace(
         config=config, device=torch.device("cpu"), dtype=dtype, w=w, vocab=vocab, embed=embed,
-        to_draft=torch.full((V,), -1).index_copy(0, vocab, torch.arange(V_draft)),
         head=embed[vocab], norm=torch.rand(H, generator=chance) + 0.5, eps=1e-5, max_len=512)
 
 
@@ -264,14 +263,14 @@ def test_evaluate_of_a_perfect_and_a_hopeless_drafter(train, data, monkeypatch):
     d, samples = tiny_drafter(train), read(train, data, "heldout")
     s = SimpleNamespace(NUM_SPECULATIVE_TOKENS=3, ROW_TOKENS=96)
     d.vocab, d.w["lm_head.weight"] = torch.arange(V), torch.eye(V)
-    right = lambda d, row, K: [F.one_hot(row["x"][row["after"] + k + 1], V).float() for k in range(K)]
+    right = lambda d, row, K: [F.one_hot(row["next"][:, k].clamp(0), V).float() for k in range(K)]
     monkeypatch.setattr(train, "drafter_states", right)
     got = train.evaluate(d, samples, s)
     assert got["drafts"] == sum(math.ceil((one.n - 1 - one.P) / 4) for one in samples)
     assert got["acceptance_length"] == pytest.approx(1 + sum(got["acceptance_by_position"]))
     assert got["acceptance_length"] > 3 and got["acceptance_by_position"][0] == 1
     monkeypatch.setattr(train, "drafter_states", lambda d, row, K: [
-        F.one_hot(torch.full_like(row["after"], V - 1), V).float()] * K)
+        F.one_hot(torch.full_like(row["chain"], V - 1), V).float()] * K)
     got = train.evaluate(d, samples, s)
     assert got["acceptance_length"] == 1 and got["drafts"] == sum(one.n - 1 - one.P for one in samples)
 

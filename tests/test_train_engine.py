@@ -115,9 +115,9 @@ def test_vllm_drafts_what_03_drafts(load, stage, target, tmp_path):
     seen = torch.load(tmp_path / "seen.pt")
 
     config, w, vocab = train.read_drafter(run / "drafter", 576, 49152)
-    _, read = train.read_target(target)
+    embed, *_ = train.read_target(target)
     d = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32, w=w, vocab=vocab,
-                        embed=read("embed_tokens.weight").float())
+                        embed=embed.float())
     same = total = 0
     for prompt, result in zip(prompts, seen["results"]):
         x = torch.tensor(prompt + result["answer"])

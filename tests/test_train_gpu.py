@@ -47,10 +47,10 @@ def test_speed_and_memory_at_kimis_shape(train):  # noqa: F811
     half = dict(device="cuda", dtype=torch.bfloat16)
     d = SimpleNamespace(
         config=config, device=torch.device("cuda"), dtype=torch.bfloat16, eps=1e-5,
-        vocab=torch.arange(V, device="cuda"), to_draft=torch.arange(163840, device="cuda").clamp(max=V - 1),
+        vocab=torch.arange(V, device="cuda"),
         embed=torch.randn(163840, H, **half), head=torch.randn(V, H, **half) * 0.02, norm=torch.ones(H, **half),
         w={name: p.requires_grad_(name != "lm_head.weight") for name, p in w.items()})
-    s = SimpleNamespace(TTT_STEPS=4, STEP_WEIGHT=1.0, CLIP=1.0, OPTIMIZER="muon")
+    s = SimpleNamespace(TTT_STEPS=4, STEP_WEIGHT=1.0)
     tensors = {"token_ids": torch.randint(0, V, (tokens,), dtype=torch.int32),
                "g": (torch.randn(tokens - 1, 3, H) * 50).to(torch.float8_e4m3fn),
                "g_scale": torch.full((tokens - 1, 3), 0.02),
