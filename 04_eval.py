@@ -50,6 +50,7 @@ PARITY_GAP = 0.05  # vLLM against training's estimate at one position: more is a
 NEAR_TIE_NATS = {"float32": 0.001}  # tokens this close may swap; in 16 bits 0.5
 CAUSES = ("usual causes: rope, auxiliary layer ids, the draft vocabulary's map, max_position_"
           "embeddings below the serving length, the first answer token")
+LOADING = r"Loading (?:safetensors|weights).*|KV cache size.*|init engine.*"  # lines of its log
 READ_TIMEOUT_SEC, GPU_FREE_SEC = 900, 300  # silence in an answer; GPU memory after a server's end
 SIGNALS, LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), []  # LEFT: one of them came
 FIGURES = ("tokens_per_sec", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
