@@ -503,7 +503,8 @@ def test_a_server_that_will_not_do_is_named(data, fake, spoil, want):
     spoil(server)
     done = data.choose(5).run(server, "--give-up-min", 0, check=False)
     last = done.stdout.strip().splitlines()[-1]
-    assert done.returncode == 1 and want in last and server.url in last and "; to fix: " in last
+    status = 3 if spoil is outside else 1  # a broken reply may pass: it is waited for, GIVE_UP_MIN
+    assert done.returncode == status and want in last and server.url in last and "; to fix: " in last
 
 
 def test_a_server_that_is_no_vllm(data, tmp_path):
