@@ -93,13 +93,11 @@ def pack_rows(samples, order, row_tokens):
 
 def batches(samples, s, rows):
     """Without end the rows of each step: its number alone says which, so continuing is exact."""
-    ready = []
-    for epoch in itertools.count(s.SEED):
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(epoch))
-        ready += pack_rows(samples, order.tolist(), s.ROW_TOKENS)
-        while len(ready) >= rows:
-            yield ready[:rows]
-            del ready[:rows]
+    order = lambda epoch: torch.randperm(
+        len(samples), generator=torch.Generator().manual_seed(epoch)).tolist()
+    packed = (row for epoch in itertools.count(s.SEED)
+              for row in pack_rows(samples, order(epoch), s.ROW_TOKENS))
+    return iter(lambda: list(itertools.islice(packed, rows)), [])
 
 def load_row(samples, steps):
     """One packed row on the CPU, states as stored. Of a sample with n tokens x, P of the prompt,
@@ -113,9 +111,8 @@ def load_row(samples, steps):
         parts.append({"x": x, "token": x[1:-1], "position": i, "owner": torch.full_like(i, number),
                       "chain": R + i[one.P - 1:],
                       "next": F.pad(x[one.P + 1:], (0, steps - 1), value=-1).unfold(0, steps, 1)})
-        for name in {"g", "g_scale", "y", "y_scale"} & set(one.file.keys()):
-            first, end = (one.g, one.g + one.n - 2) if name[0] == "g" else (one.y, one.y + A)
-            parts[-1][name] = read(name)[first:end]
+        rows = {"g": slice(one.g, one.g + one.n - 2), "y": slice(one.y, one.y + A)}
+        parts[-1] |= {key: read(key)[rows[key[0]]] for key in one.file.keys() if key[0] in rows}
         R += len(i)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} | {
         "keys": [one.n - 2 for one in samples], "rows": [one.n - 1 - one.P for one in samples],
@@ -252,12 +249,12 @@ def evaluate(d, samples, s, rank=0, world=1):
                 tally[bisect.bisect(EDGES, int(context[a]))][accepted] += 1
     counts = torch.tensor(tally, device=d.device)
     world > 1 and torch.distributed.all_reduce(counts)
-    counts = counts.flip(1).cumsum(1).flip(1)  # drafts, then accepted at each position
-    ratios = lambda row: {"acceptance_length": sum(row) / row[0], "drafts": row[0],
-                          "acceptance_by_position": [n / row[0] for n in row[1:]]}
-    names = [*(f"below {edge}" for edge in EDGES), f"from {EDGES[-1]}"]
-    return ratios(counts.sum(0).tolist()) | {"by_context_length": {
-        name: ratios(row) for name, row in zip(names, counts.tolist()) if row[0]}}
+    counts = torch.cat([counts.sum(0)[None], counts]).flip(1).cumsum(1).flip(1).tolist()
+    names = ["all", *(f"below {edge}" for edge in EDGES), f"from {EDGES[-1]}"]
+    found = {name: {"acceptance_length": sum(row) / row[0], "drafts": row[0],
+                    "acceptance_by_position": [n / row[0] for n in row[1:]]}
+             for name, row in zip(names, counts) if row[0]}
+    return found.pop("all") | {"by_context_length": found}
 
 def read_target(directory):
     """The target's embedding, final norm and head (None where tied), each read alone."""
@@ -440,8 +437,8 @@ def draw_curves(out):
     from matplotlib.figure import Figure
     figure, lines = Figure((15, 4)), (out / "metrics.jsonl").read_text().splitlines()
     rows = [row | row.get("heldout", {}) for row in map(json.loads, lines)]
-    keys = "loss_by_ttt_step", "acceptance_by_ttt_step", "acceptance_length"
-    for axis, key in zip(figure.subplots(1, 3), keys):
+    for axis, key in zip(figure.subplots(1, 3), (
+            "loss_by_ttt_step", "acceptance_by_ttt_step", "acceptance_length")):
         axis.plot(*zip(*((row["step"], row[key]) for row in rows if key in row)) or ([], []))
         axis.set(xlabel="step", title=key.replace("_", " "))
     write_whole(out / "curves.png", lambda tmp: figure.savefig(tmp, format="png", dpi=70))
@@ -449,22 +446,20 @@ def draw_curves(out):
 def judge(run, state, heldout):
     """Evaluate, tell, draw, save; export the drafter if none was better."""
     result = evaluate(run.d, heldout, run.s, run.rank, run.world)
-    length, best = result["acceptance_length"], state["best"]
-    better = not best or length > best["acceptance_length"]
-    state["best"] = {"step": state["step"]} | result if better else best
-    state["stale"] = 0 if better else state["stale"] + 1
+    length, step, ids = result["acceptance_length"], state["step"], run.extract["layer_ids"]
+    state["stale"] += 1
+    if better := not state["best"] or length > state["best"]["acceptance_length"]:
+        state |= {"best": {"step": step} | result, "stale": 0}
     if run.rank:
         return
-    run.note({"step": state["step"], "heldout": result})
+    run.note({"step": step, "heldout": result})
     by = " ".join(f"{share:.3f}" for share in result["acceptance_by_position"])
-    print(f"{STAGE}: step {state['step']}, held out: acceptance length {length:.3f}, by position "
-          f"{by}", flush=True)
+    print(f"{STAGE}: step {step}, held out: acceptance length {length:.3f}, by position {by}",
+          flush=True)
     draw_curves(run.out)
-    ids = run.extract["layer_ids"]
-    if better:
-        export(run.out / "drafter", run.d, ids, run.s.TARGET, state["best"])
+    better and export(run.out / "drafter", run.d, ids, run.s.TARGET, state["best"])
     run.save()
-    if run.start and state["step"] == 0 and length < 1.1:
+    if run.start and step == 0 and length < 1.1:
         old, new = (f"{run.s.DATA}{part}/{run.extract['settings']['SAMPLES_FROM']}"
                     for part in ("", "/shifted"))
         print(f"{STAGE}: next to nothing: layer ids in SGLang's numbering? On 100 samples: "

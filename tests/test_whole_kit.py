@@ -41,9 +41,10 @@ def test_questions_and_answers_belong_together(demo):
         assert 0 < answer["prompt_len"] < len(answer["token_ids"]) <= answer["prompt_len"] + 96
 
 
-def test_results_hold_what_the_user_wanted_to_know(results):
+def test_results_hold_what_the_user_wanted_to_know(demo, results):
+    asked = lines(demo / "01b_generate_synthetic/heldout_samples.jsonl")  # one for each user turn
     assert results["num_speculative_tokens"] == 3
-    assert results["questions"] == 24 == results["compared_outputs"]
+    assert results["questions"] == len(asked) == results["compared_outputs"] >= 24
     by_position = results["acceptance_by_position"]
     assert len(by_position) == 3 and by_position == sorted(by_position, reverse=True)
     assert results["acceptance_length"] == pytest.approx(1 + sum(by_position), abs=1e-6)
