@@ -104,6 +104,26 @@ def test_shard_holds_what_the_docstring_says(stage02, tmp_path, store):
     assert 0 < path.stat().st_size - planned < 1200  # the header
 
 
+@pytest.mark.parametrize("store", ["bf16", "fp8", "int4"])
+def test_03_reads_what_02_writes(stage02, load, tmp_path, store):
+    """The true writer feeds the true reader; the values against one at a time."""
+    train = load("03_train")
+    train.import_torch()
+    samples, name = [make_sample(20, 6, "a"), make_sample(9, 3, "b")], "train-00000.safetensors"
+    packed = {each["id"]: pack(stage02, each, store, i) for i, each in enumerate(samples)}
+    facts = stage02.write_shard(tmp_path / name, packed, META | {"store": store})
+    manifest = {"hidden_size": H, "store": store, "files": {name: facts}}
+    found = train.read_shards(tmp_path, manifest, "train", 4096)
+    assert [(each.n, each.P) for each in found] == [(20, 6), (9, 3)]
+    row = train.to_device(train.load_row(found, 3), SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32))
+    states = [make_states(20, seed=0), make_states(9, seed=1)]
+    g = [unpack(*stage02.quantise(each[:-2, :3], store), store).flatten(1) for each in states]
+    y = [unpack(*stage02.quantise(each[P:-1, 3], store), store) for each, P in zip(states, (6, 3))]
+    torch.testing.assert_close(row["g"], torch.cat(g))  # keys: all but the last two
+    torch.testing.assert_close(row["y"], torch.cat(y))
+    assert row["x"][:29].tolist() == [*range(1, 21), *range(1, 10)]
+
+
 def test_stock_takes_up_whole_shards_and_only_those(stage02, tmp_path, capsys):
     known = {}
     for i in range(5):
@@ -125,12 +145,12 @@ def test_stock_takes_up_whole_shards_and_only_those(stage02, tmp_path, capsys):
         stage02.take_stock(tmp_path, "", known, "another run")
 
 
-def test_plan_fills_free_names_and_keeps_the_splits_apart(stage02, tmp_path):
+def test_shards_take_free_names_and_keep_the_splits_apart(stage02, monkeypatch, tmp_path):
     (tmp_path / "train-00001.safetensors").touch()
     samples = [make_sample(name=f"h{i}", split="heldout") for i in range(3)]
     samples += [make_sample(name=f"t{i}") for i in range(5)]
-    plan = stage02.make_plan(tmp_path, "", samples, 2, lambda sample: 1)
-    assert [(path.name, [each["id"] for each in batch]) for path, batch in plan] == [
+    manifest, _ = run_extract(stage02, monkeypatch, tmp_path, samples, shard_samples=2)
+    assert [(name, json.loads(stage02.read_shard(tmp_path / name)[0]["ids"])) for name in manifest["files"]] == [
         ("heldout-00000.safetensors", ["h0", "h1"]), ("heldout-00001.safetensors", ["h2"]),
         ("train-00000.safetensors", ["t0", "t1"]), ("train-00002.safetensors", ["t2", "t3"]),
         ("train-00003.safetensors", ["t4"])]
@@ -327,9 +347,9 @@ def test_norm_and_head_by_name(stage02, tmp_path, prefix, tied):
     assert found[0].equal(norm) and found[1].equal(embed if tied else head)
 
 
-def run_extract(stage02, monkeypatch, tmp_path, count, spoiled=(), min_free_gb=0, write=None):
-    samples = [make_sample(name=f"{i}") for i in range(count)]
-    plan = stage02.make_plan(tmp_path, "", samples, 10, lambda sample: 1)
+def run_extract(stage02, monkeypatch, tmp_path, samples, spoiled=(), min_free_gb=0, write=None, shard_samples=10):
+    """(manifest, why it stopped) of extract() on samples, or on so many, without an engine."""
+    samples = [make_sample(name=f"{i}") for i in range(samples)] if isinstance(samples, int) else samples
     def prefill(engine, samples, window, load):
         for sample in samples:
             bad = sample["id"] in spoiled
@@ -337,11 +357,17 @@ def run_extract(stage02, monkeypatch, tmp_path, count, spoiled=(), min_free_gb=0
                                  sample["token_ids"].tolist())
             yield sample, load(sample, output)
     monkeypatch.setattr(stage02, "prefill", prefill)
+    monkeypatch.setattr(stage02, "sample_bytes", lambda sample, store, hidden_size: 1)
     if write:
         monkeypatch.setattr(stage02, "write_shard", write)
-    manifest = {"files": {}, "put_aside": {}}
-    why = stage02.extract(None, plan, SimpleNamespace(MIN_FREE_GB=min_free_gb, SHARD_GB=0), tmp_path, manifest, META, 99)[1]
-    return manifest, why
+    manifest, why = {"files": {}, "put_aside": {}, "hidden_size": H}, []
+    monkeypatch.setattr(stage02, "fail", lambda message, status=1: why.append(message) or sys.exit(status))
+    s = SimpleNamespace(MIN_FREE_GB=min_free_gb, SHARD_GB=shard_samples / 1e9)
+    try:
+        stage02.extract(None, samples, s, tmp_path, "", manifest, META, 99)
+    except SystemExit as stop:
+        assert stop.code == 1
+    return manifest, "".join(why)
 
 
 def test_a_bad_sample_is_put_aside_and_many_stop_the_run(stage02, monkeypatch, tmp_path):
@@ -355,7 +381,7 @@ def test_a_bad_sample_is_put_aside_and_many_stop_the_run(stage02, monkeypatch, t
 
 
 def test_the_stop_line_leaves_whole_shards(stage02, monkeypatch, tmp_path):
-    free = iter([3e9, 2e9, 1e9, 0.9e9])
+    free = iter([3e9, 2e9, 1.1e9, 0.9e9])
     monkeypatch.setattr(stage02.shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
     manifest, why = run_extract(stage02, monkeypatch, tmp_path, 60, min_free_gb=1)
     assert "MIN_FREE_GB" in why and len(manifest["files"]) == 4
