@@ -326,11 +326,11 @@ def gpus():
 def memory():
     """RAM and /dev/shm for the engine and 02's staging."""
     free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
-    disk, workers = os.statvfs(S["STAGING"]), S["TENSOR_PARALLEL"] * S["PIPELINE_PARALLEL"]
+    disk, workers = os.statvfs("/dev/shm"), S["TENSOR_PARALLEL"] * S["PIPELINE_PARALLEL"]
     shm, staging = disk.f_bavail * disk.f_frsize, 1e9 * S["STAGING_GB"]
     need = staging + (16e9 + 4e9 * workers if S["DEVICE"] != "cpu" else 1.5 * BOX.get("model", 0)
                       + 2**30 * float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 4)))
-    line = f"{human(free)} of RAM and {human(shm)} of {S['STAGING']} free, {human(need)} needed"
+    line = f"{human(free)} of RAM and {human(shm)} of /dev/shm free, {human(need)} needed"
     return wrong((free < need or shm < staging + 1e9 * (workers > 1), line, "end other programs, "
                   "lower STAGING_GB, mount -o remount,size=16G /dev/shm (--shm-size=16g)")) or line
 

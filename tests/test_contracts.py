@@ -226,6 +226,16 @@ def test_shell_is_clean():
         assert "set -euo pipefail" in script.read_text() and os.access(script, os.X_OK)
 
 
+def test_the_shell_reads_only_settings_that_exist():
+    """A stage that drops a constant must not leave preflight or run_all.sh asking for it."""
+    known = {setting for name in STAGES for setting in settings_of(name)[1]}
+    for script in ("00_preflight.sh", "run_all.sh"):
+        text = (KIT / script).read_text()
+        read = set(re.findall(r"""\b[Ss]\[["']([A-Z][A-Z_]+)["']\]""", text))
+        assert len(read) > 3 and read <= known | {"VERIFY", "WRITE_TEST_GB"}, read - known
+    assert set(re.findall(r"\bdemo ([A-Z_]+) ", text)) <= known | {"WRITE_TEST_GB"}
+
+
 def test_run_all_refuses_an_unknown_stage():
     done = subprocess.run(["./run_all.sh", "05_fly"], cwd=KIT, text=True, capture_output=True)
     assert done.returncode == 1 and "05_fly" in done.stderr
