@@ -17,7 +17,7 @@ Writes  $DATA/02_extract/{train,heldout}-00000.safetensors, samples laid end to 
   metadata: ids (a JSON list), format, store, layer_ids, last_layer, run (hash of the settings)
   manifest.json: files (bytes, xxh3_64, samples, tokens, answer_tokens, split), counts, proof
 vLLM's connector passes the states through a tmpfs, threads quantise them: STAGING_GB and a few
-shards in memory, 2,381 tokens/s where prefill alone has 2,021 (2 cores, SmolLM2-135M). Prints
+shards in memory; 1,410 tokens/s in the demo on 2 cores (prefill alone: bench_extract.py). Prints
   02_extract: wrote 25,000 samples, 1,610.000 GB are in ..., in 2h 41m (9,870 tokens/s)
 """
 import argparse, array, atexit, contextlib, ctypes, fcntl, hashlib, json, os, random, re, shlex
