@@ -27,7 +27,7 @@ if [[ "${1:-}" == demo ]]; then  # nothing but settings: the code below knows no
     demo SHARD_GB 0.1; demo STAGING_GB 1; demo MAX_BATCHED_TOKENS 4096; demo MAX_LEN 2048
     demo DRAFTER ""; demo DRAFT_VOCAB 4096; demo ROW_TOKENS 1024; demo ACCUMULATE 1; demo EPOCHS 4
     demo EVAL_EVERY 100; demo DRAFT_TOKENS 1,3; demo CONCURRENCIES 1,8; demo TEMPERATURES 0
-    demo REPEATS 1; demo PLAIN_AGAIN no
+    demo REPEATS 1; demo PLAIN_AGAIN no; demo QUESTIONS_PER_LEVEL 4
     tests/setup_cpu.sh
     export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" VLLM_CPU_NUM_OF_RESERVED_CPU=0
     [[ ! -e .venv/lib/libiomp5.so ]] || export LD_PRELOAD="$PWD/.venv/lib/libiomp5.so"  # 1.6 times
