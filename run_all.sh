@@ -83,7 +83,8 @@ start_server() {  # a server for 01b, with the flags that 04 serves with, unless
 wait_for_gpus() {  # extraction, training and evaluation need the GPUs to themselves
     local start=$SECONDS users
     command -v nvidia-smi >/dev/null || return 0
-    while users=$(nvidia-smi --query-compute-apps=pid,name --format=csv,noheader) && [[ $users ]]; do
+    while users=$(nvidia-smi --query-compute-apps=pid,name --format=csv,noheader) &&
+        [[ $users ]]; do
         ((SECONDS - start < FREE_MIN * 60)) || die "the GPUs are in use by $users; end that first"
         sleep 5
     done
@@ -112,7 +113,8 @@ for stage in ("01b_generate_synthetic.py", "04_eval.py"):
     s |= json.loads(subprocess.check_output([sys.executable, stage, "--settings"]))
 for key in ("tensor", "pipeline", "data"):
     s["ENGINE_ARGS"] += " --{}-parallel-size {}".format(key, s[key.upper() + "_PARALLEL"])
-print(s["DATA"], s["SERVER_URL"], "--model", s["TARGET"], *["--trust-remote-code"] * s["TRUST_REMOTE_CODE"],
+print(s["DATA"], s["SERVER_URL"], "--model", s["TARGET"],
+      *["--trust-remote-code"] * s["TRUST_REMOTE_CODE"],
       *shlex.split(s["ENGINE_ARGS"] + " " + s["SERVE_ARGS"]), sep="\0", end="\0")')
 ((${#SERVE[@]} > 2)) || die "a setting is wrong (see above)"
 ./00_preflight.sh || [[ "$SKIP_PREFLIGHT" == 1 ]] ||

@@ -1,5 +1,4 @@
 """04_eval: its arithmetic by hand, and the stage against a small server that speaks vLLM's HTTP."""
-import asyncio
 import hashlib
 import json
 import os

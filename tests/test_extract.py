@@ -1,5 +1,4 @@
 """02_extract.py without an engine: bytes, plan, stock, proof and faults, against slow references."""
-import hashlib
 import json
 import os
 import random

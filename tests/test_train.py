@@ -2,18 +2,13 @@
 import hashlib
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 H, V, LAYERS = 64, 300, [2, 4, 5]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # tiny matrices: more threads only fight each other
