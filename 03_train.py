@@ -15,8 +15,8 @@ Prints  03_train: step 200, held out: acceptance length 1.712, by position 0.441
 Shapes  R keys and C drafting rows of a packed row, K steps of training-time test (TTT, DESIGN's
         "The drafter", arXiv 2503.01840), hidden size H, head D, draft vocabulary V.
 """
-import argparse, atexit, bisect, fcntl, functools, hashlib, itertools, json, math, os, re, signal
-import sys, time
+import argparse, atexit, bisect, contextlib, fcntl, functools, hashlib, itertools, json, math, os
+import re, shlex, signal, sys, time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,13 +102,13 @@ def batches(samples, s, rows):
 def load_row(samples, steps):
     """One packed row on the CPU, states as stored. Of a sample with n tokens x, P of the prompt,
     i = 0..n-3 are keys and the last n-1-P of them drafting rows, those that serving drafts from.
-    x; token, position, owner [R]: x[i+1], i, sample; chain [C]: key of a drafting row; next
+    token, position, owner [R]: x[i+1], i, sample; chain [C]: key of a drafting row; next
     [C, K]: the right draft of each step, -1 past the end; keys, rows: how many of each sample."""
     parts, R = [], 0
     for number, one in enumerate(samples):
         read, i, A = one.file.get_slice, torch.arange(one.n - 2), one.n - 1 - one.P
         x = read("token_ids")[one.t:one.t + one.n].long()
-        parts.append({"x": x, "token": x[1:-1], "position": i, "owner": torch.full_like(i, number),
+        parts.append({"token": x[1:-1], "position": i, "owner": torch.full_like(i, number),
                       "chain": R + i[one.P - 1:],
                       "next": F.pad(x[one.P + 1:], (0, steps - 1), value=-1).unfold(0, steps, 1)})
         rows = {"g": slice(one.g, one.g + one.n - 2), "y": slice(one.y, one.y + A)}
@@ -265,33 +265,65 @@ def read_target(directory):
         name = min((name for name in where if name.endswith(ending)), key=len, default=None)
         yield name and safe_open(where[name], "pt").get_tensor(name)
 
+def wait_for_download(name, here):
+    """Wait while 00_preflight.sh's download into `here` holds the lock of its pid file; exit with
+    its error where the drafter is not whole then."""
+    log, note, bar = here.parent / "logs/drafter_download.log", here / ".download.json", None
+    note = {"repo": name, "total": 1} | (json.loads(note.read_text()) if note.exists() else {})
+    if note["repo"] != name:
+        fail(f"{here} holds {note['repo']}, want {name}; to fix: mv {here} {here}.old")
+    size = lambda pattern: sum(path.stat().st_size for path in here.glob(pattern))
+    def running():
+        with contextlib.suppress(FileNotFoundError), open(here / ".download.pid") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    while running():
+        bar = bar or progress(note["total"] // 10**6, f"MB of {name}")
+        with contextlib.suppress(FileNotFoundError):  # one was renamed meanwhile
+            bar.update((size("[!.]*") + size("**/*.incomplete")) // 10**6 - bar.n)
+        time.sleep(1)
+    bar and bar.close()
+    if size("[!.]*") < note["total"]:
+        said = log.read_text().splitlines() if log.exists() else ["error: not begun"]
+        fail(f"drafter {name} is not whole in {here} ("
+             f"{([line for line in said if 'rror' in line] or ['killed'])[-1]}); to fix: "
+             "./00_preflight.sh goes on with its download, or set DRAFTER (\"\": from scratch)")
+
 def read_drafter(directory, H, vocab_size):
     """A published drafter, checked: (config, {name: f32 tensor}, target ids of its vocabulary)."""
-    given, w = json.loads((directory / "config.json").read_text()), {}
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    config = {"head_dim": given["hidden_size"] // given["num_attention_heads"],
-              "rope_theta": rope.get("rope_theta", 1e4), "draft_vocab_size": vocab_size,
-              **{key: value for key, value in given.items() if value is not None}}
-    odd = [key for key in ODD if config.get(key)] + [rope] * (rope.get("factor", 1) != 1)
-    if odd or [config["hidden_size"], config["vocab_size"]] != [H, vocab_size]:
-        fail(f"drafter {directory} does not fit (got H {config['hidden_size']}, vocabulary "
-             f"{config['vocab_size']}, {odd}, want {H}, {vocab_size}, []); to fix: set DRAFTER")
-    for path in directory.glob("*.safetensors"):
-        w |= {name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor.float()
-              for name, tensor in load_file(path).items() if "embed_tokens" not in name}
-    d2t, _ = w.pop("d2t", torch.zeros(config["draft_vocab_size"])).long(), w.pop("t2d", None)
-    check_drafter(directory, config, w, vocab := d2t + torch.arange(len(d2t)))
+    try:
+        facts, w = json.loads((directory / "config.json").read_text()), {}
+        given = {key: value for key, value in facts.items() if value is not None}
+        rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+        config = {"head_dim": given["hidden_size"] // given["num_attention_heads"],
+                  "rope_theta": rope.get("rope_theta", 1e4), "draft_vocab_size": vocab_size} | given
+        odd = [key for key in ODD if config.get(key)] + [rope] * (rope.get("factor", 1) != 1)
+        got, want = [config["hidden_size"], config["vocab_size"], odd], [H, vocab_size, []]
+        assert got == want, f"hidden size, vocabulary and what is odd are {got}, want {want}"
+        for path in directory.glob("*.safetensors"):
+            w |= {name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor.float()
+                  for name, tensor in load_file(path).items() if "embed_tokens" not in name}
+        d2t = w.pop("d2t", torch.zeros(vocab_size * (config["draft_vocab_size"] == vocab_size)))
+        vocab, t2d = d2t.long() + torch.arange(len(d2t)), w.pop("t2d", None)
+        check_drafter(config, w, vocab)
+        mine = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, vocab, True)
+        assert t2d is None or mine.equal(t2d.bool()), "t2d names other tokens than d2t"
+    except (AssertionError, KeyError, OSError, ValueError, SafetensorError) as error:
+        fail(f"drafter {directory}: {'no key ' * isinstance(error, KeyError)}{error}; to fix: set "
+             "DRAFTER to one that is whole and fits")
     return config, w, vocab
 
-def check_drafter(directory, config, w, vocab):
-    """Exit unless names, shapes and the vocabulary map are those that vLLM needs."""
+def check_drafter(config, w, vocab):
+    """Asserts that names, shapes and the vocabulary map are those that vLLM needs."""
     want, got = drafter_shapes(config), {name: list(tensor.shape) for name, tensor in w.items()}
-    odd = [f"{name} is {got.get(name)}, want {want.get(name)}"
-           for name in sorted(want | got) if got.get(name) != want.get(name)]
-    ids = set(vocab.tolist()) & set(range(config["vocab_size"]))
-    if odd or not len(ids) == len(vocab) == config["draft_vocab_size"]:
-        fail(f"drafter {directory}: {'; '.join(odd) or 'd2t is no map of its vocabulary'}; to fix: "
-             "set DRAFTER to a whole one")
+    for name in sorted(want | got):
+        assert got.get(name) == want.get(name), f"{name} is {got.get(name)}, want {want.get(name)}"
+    V, size = config["draft_vocab_size"], config["vocab_size"]
+    assert len(vocab) == V, f"d2t has {len(vocab)} entries, want {V}"
+    assert 0 <= vocab.min() <= vocab.max() < size, f"d2t leads out of the {size} ids of the target"
+    assert len(vocab.unique()) == V, f"d2t names {V - len(vocab.unique())} tokens twice"
 
 def choose_vocab(counts, size, directory):
     """Target ids of a new draft vocabulary, ascending: special and end tokens, most frequent."""
@@ -347,7 +379,7 @@ def export(directory, d, layer_ids, target, figures):
     """Write drafter/ for vLLM, checked before and compared after: bf16, offsets in d2t."""
     vocab, size, K = d.vocab.cpu(), d.config["vocab_size"], len(figures["acceptance_by_position"])
     tensors = {name: p.detach().to("cpu", torch.bfloat16) for name, p in d.w.items()}
-    check_drafter(directory, d.config, tensors, vocab)
+    check_drafter(d.config, tensors, vocab)
     if len(vocab) < size:
         tensors |= {"d2t": vocab - torch.arange(len(vocab)),
                     "t2d": torch.zeros(size, dtype=torch.bool).index_fill(0, vocab, True)}
@@ -435,12 +467,14 @@ def load_checkpoint(directory, tensors):
 def draw_curves(out):
     """curves.png: loss and right drafts by TTT step, acceptance length on held-out answers."""
     from matplotlib.figure import Figure
-    figure, lines = Figure((15, 4)), (out / "metrics.jsonl").read_text().splitlines()
-    rows = [row | row.get("heldout", {}) for row in map(json.loads, lines)]
+    figure, text = Figure((15, 4), layout="constrained"), (out / "metrics.jsonl").read_text()
+    rows = [row | row.get("heldout", {}) for row in map(json.loads, text.splitlines())]
     for axis, key in zip(figure.subplots(1, 3), (
             "loss_by_ttt_step", "acceptance_by_ttt_step", "acceptance_length")):
-        axis.plot(*zip(*((row["step"], row[key]) for row in rows if key in row)) or ([], []))
+        lines = axis.plot(*zip(*((row["step"], row[key]) for row in rows if key in row)), lw=0.8)
         axis.set(xlabel="step", title=key.replace("_", " "))
+        steps = [f"TTT step {k}" for k in range(len(lines))]
+        lines and axis.legend(lines, steps if "ttt" in key else ["held out"])
     write_whole(out / "curves.png", lambda tmp: figure.savefig(tmp, format="png", dpi=70))
 
 def judge(run, state, heldout):
@@ -460,13 +494,24 @@ def judge(run, state, heldout):
     better and export(run.out / "drafter", run.d, ids, run.s.TARGET, state["best"])
     run.save()
     if run.start and step == 0 and length < 1.1:
-        old, new = (f"{run.s.DATA}{part}/{run.extract['settings']['SAMPLES_FROM']}"
-                    for part in ("", "/shifted"))
-        print(f"{STAGE}: next to nothing: layer ids in SGLang's numbering? On 100 samples: "
-              f"mkdir -p {new} && cp {old}/manifest.json {new} && for f in samples heldout_samples;"
-              f" do head -n 100 {old}/$f.jsonl > {new}/$f.jsonl; done && ./02_extract.py --data "
-              f"{run.s.DATA}/shifted --layer-ids {','.join(str(i + 1) for i in ids)} && "
-              f"./03_train.py --data {run.s.DATA}/shifted --drafter {run.start} --max-steps 1")
+        print(f"{STAGE}: next to nothing: layer ids in SGLang's numbering? On 100 samples, with "
+              f"ids one higher: {other_numbering(run)}", flush=True)
+
+def other_numbering(run):
+    """The shell command that extracts 100 samples with layer ids one higher and evaluates there."""
+    data, source = Path(run.s.DATA).resolve(), run.extract["settings"]["SAMPLES_FROM"]
+    here = {name: value for name, value in os.environ.items() if name.startswith("KIT_")}
+    here |= {"KIT_" + name: value * 1 for name, value in vars(run.s).items()
+             if value != globals()[name]}
+    here |= {"KIT_DATA": data / "shifted", "KIT_DRAFTER": run.start.resolve(), "KIT_RUN": "",
+             "KIT_PART": "", "KIT_MAX_STEPS": 1,
+             "KIT_LAYER_IDS": ",".join(str(i + 1) for i in run.extract["layer_ids"])}
+    here = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in here.items())
+    old, new = (shlex.quote(str(data / part / source)) for part in ("", "shifted"))
+    python, kit = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve().parent))
+    return (f"mkdir -p {new} && cp {old}/manifest.json {new} && for f in heldout_samples samples; "
+            f"do head -n 100 {old}/$f.jsonl > {new}/$f.jsonl; done && for stage in 02_extract "
+            f"03_train; do env {here} {python} {kit}/$stage.py || break; done")
 
 def train(run, samples, heldout):
     """From the newest checkpoint to the last step, or until acceptance stops growing; the state."""
@@ -642,9 +687,10 @@ def main():
         fail(f"02_extract is of another target (got {extract['inputs']['target']}, want "
              f"{target_id}); to fix: set TARGET to the one it was made with")
     start = s.DRAFTER and (Path(s.DRAFTER) if Path(s.DRAFTER).is_dir() else data / "drafter")
+    if start == data / "drafter":
+        wait_for_download(s.DRAFTER, start)
     if start and not ((start / "config.json").exists() and any(start.glob("*.safetensors"))):
-        fail(f"no config.json and *.safetensors of drafter {s.DRAFTER} in {start}; to fix: "
-             "./00_preflight.sh downloads it; or set DRAFTER (\"\" trains from scratch)")
+        fail(f"no config.json and *.safetensors in {start}; to fix: set DRAFTER to another")
     s.LEARNING_RATE = s.LEARNING_RATE or (5e-5 if start else 1e-2)
     out = data / STAGE / (s.RUN or f"n{extract['counts']['samples']}")
     if rank == 0:

@@ -1,18 +1,22 @@
 """Stage 03 against a real vLLM: the same proposals, the same acceptance, on answers learnt by heart."""
+import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import clean_environ
 from test_train import flags, stored
 
 PROMPTS = ["Name three colours.", "What is the capital of France?", "Count from one to ten.",
            "Write a line about the sea.", "What is two plus two?", "Name a fruit and its taste.",
            "Say hello in Spanish.", "Why is the sky blue?"]
-LAYERS, LAST, NEW = [2, 15, 27], 30, 48
+LAYERS, LAST, NEW, SOURCE = [2, 15, 27], 30, 48, "01b_generate_synthetic"
 
 IN_VLLM = r'''
 import json, sys
@@ -52,12 +56,13 @@ torch.save({"results": results, "counters": counters}, out)
 
 
 def learn_answers(root, target):
-    """The target's greedy f32 answers to PROMPTS and their states, by transformers, as 02 writes."""
+    """The target's greedy f32 answers to PROMPTS and their states, by transformers, as 02 writes;
+    the answers as 01b writes them, too."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    last, out, prompts = [], root / "data/02_extract", []
+    last, out, prompts, lines = [], root / "data/02_extract", [], []
     model.model.norm.register_forward_pre_hook(lambda module, given: last.append(given[0][0]))
     tokens, start, prompt_len, g, y = [], [0], [], [], []
     for text in PROMPTS:
@@ -71,6 +76,7 @@ def learn_answers(root, target):
         prompts.append(ids[0].tolist())
         g.append(torch.stack([states[i][0, :-1] for i in LAYERS], 1))
         y.append(last[-1][P:-1])
+        lines.append(json.dumps({"id": text, "prompt_len": P, "token_ids": x[0].tolist()}) + "\n")
         tokens += x[0].tolist()
         start.append(len(tokens))
         prompt_len.append(P)
@@ -84,22 +90,58 @@ def learn_answers(root, target):
         save_file(tensors, out / name, {"format": "1", "store": "fp8"})
         files[name] = {"bytes": (out / name).stat().st_size, "samples": 8, "tokens": len(tokens),
                        "split": split}
-    import hashlib
-    (out / "manifest.json").write_text(json.dumps({
-        "stage": "02_extract", "settings": {}, "inputs": {"target": hashlib.sha256(
-            (target / "config.json").read_bytes()).hexdigest()[:16]}, "size": {"samples": 8},
-        "hidden_size": 576, "num_layers": LAST, "layer_ids": LAYERS, "last_layer": LAST, "store": "fp8",
-        "counts": {"samples": 8, "heldout_samples": 8}, "files": files, "done": True}))
+    facts = {"settings": {"SAMPLES_FROM": SOURCE}, "done": True, "inputs": {"target": hashlib.sha256(
+        (target / "config.json").read_bytes()).hexdigest()[:16]}}
+    (out / "manifest.json").write_text(json.dumps(facts | {
+        "stage": "02_extract", "size": {"samples": 8}, "hidden_size": 576,
+        "num_layers": LAST, "layer_ids": LAYERS, "last_layer": LAST, "store": "fp8",
+        "counts": {"samples": 8, "heldout_samples": 8}, "files": files}))
+    (root / "data" / SOURCE).mkdir()
+    for name in ("samples.jsonl", "heldout_samples.jsonl"):
+        (root / "data" / SOURCE / name).write_text("".join(lines))
+    (root / "data" / SOURCE / "manifest.json").write_text(json.dumps(facts | {
+        "stage": SOURCE, "size": {}, "counts": {"samples": 8, "heldout_samples": 8}}))
     return prompts
 
 
+@pytest.fixture(scope="module")
+def learned(target, tmp_path_factory):
+    """(directory, prompts) of learn_answers."""
+    root = tmp_path_factory.mktemp("learned")
+    return root, learn_answers(root, target)
+
+
 @pytest.mark.engine
-def test_vllm_drafts_what_03_drafts(load, stage, target, tmp_path):
+def test_the_other_numbering_is_one_command(stage, target, learned, tmp_path):
+    """From a drafter that is of no use, 03 prints a command; pasted into a shell that knows nothing
+    of its settings, it extracts with ids one higher and evaluates there."""
+    root, _ = learned
+    shutil.copytree(root / "data", tmp_path / "data")
+    more = flags(tmp_path, target=target, run="none", **{"max-steps": 1, "row-tokens": 1024})
+    stage("03_train", *more)
+    started = tmp_path / "data/03_train/none/drafter"
+    said = stage("03_train", *flags(tmp_path, target=target, drafter=started, **{"max-steps": 1}), env={
+        "KIT_TENSOR_PARALLEL": "1", "KIT_ENGINE_ARGS": "--dtype bfloat16 --enforce-eager",
+        "KIT_STAGING_GB": "0.5", "KIT_MIN_FREE_GB": "0.1"}).stdout
+    command = re.search("ids one higher: (mkdir .*)", said)[1]
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=clean_environ(), text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    print(command, done.stdout, sep="\n")
+    assert done.returncode == 0, done.stdout[-5000:]
+    there = tmp_path / "data/shifted"
+    assert json.loads((there / "02_extract/manifest.json").read_text())["layer_ids"] == [3, 16, 28]
+    assert "03_train: step 0, held out: acceptance length" in done.stdout
+    assert json.loads((there / "03_train/n8/manifest.json").read_text())["done"]
+
+
+@pytest.mark.engine
+def test_vllm_drafts_what_03_drafts(load, stage, target, learned, tmp_path):
     """Learn 8 answers by heart; then vLLM in f32 must propose, three steps deep, exactly what our
     forward proposes from vLLM's own states, and accept what the offline figures say: nearly all."""
     train = load("03_train")
     train.import_torch()
-    prompts = learn_answers(tmp_path, target)
+    root, prompts = learned
+    shutil.copytree(root / "data", tmp_path / "data")
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     stage("03_train", *flags(tmp_path, target=target, **{
         "row-tokens": 1024, "accumulate": 1, "max-steps": 100, "eval-every": 50, "draft-vocab": 2048}))
