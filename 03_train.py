@@ -8,20 +8,17 @@
 Reads   $DATA/02_extract/; of TARGET config.json, embedding, head and final norm; DRAFTER.
 Writes  $DATA/03_train/RUN/: drafter/ (the best so far, bf16, for vLLM), metrics.jsonl (a line a
         step and an evaluation), curves.png, checkpoints/ (f32 weights and moments).
-Costs   Kimi-K2.5, published drafter (1.19B parameters, 0.23B of them a frozen head), ROW_TOKENS
-        8192: f32 weights 4.8 GB, gradients 3.9, moments 3.9, bf16 weights and gradients 4.3,
-        embedding and head 2.8, four TTT steps 16, logits 1: 37 GB of a GPU.
+Costs   Kimi-K2.5, 1.19B parameters, ROW_TOKENS 8192: f32 weights 4.8 GB, gradients and moments 7.7,
+        bf16 copies 4.3, embedding and head 2.8, four TTT steps 16, logits 1: 37 GB of a GPU.
 Prints  03_train: step 200, held out: acceptance length 1.712, by position 0.441 0.189 0.082
 Shapes  R keys and C drafting rows of a packed row, K steps of training-time test (TTT, DESIGN's
         "The drafter", arXiv 2503.01840), hidden size H, head D, draft vocabulary V.
 """
 import argparse, atexit, bisect, contextlib, fcntl, functools, hashlib, itertools, json, math, os
-import re, shlex, signal, sys, time
-from collections import deque
+import random, re, resource, shlex, signal, subprocess, sys, time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from types import SimpleNamespace
 
 # ---- settings: edit here, or KIT_NAME=value in the environment, or --name value -----------------
 DATA = "/data"  # directory of the whole run
@@ -32,7 +29,6 @@ DEVICE = "auto"  # where to compute [auto|cuda|cpu]
 SEED = 0  # of the order of samples and of new weights [0..]
 DRAFT_VOCAB = 32000  # from scratch: tokens it can draft, special ones and the most frequent [1..]
 MLP_WIDTH = 0  # from scratch: intermediate size; 0 means the target's [0..]
-TRAIN_HEAD = False  # train the head too; else it stays the target's rows, or the drafter's own
 TTT_STEPS = 4  # training-time test steps; at least as many as serving drafts [1..16]
 STEP_WEIGHT = 1.0  # TTT step k weighs this to the power k; 0.8 is usual, equal did better [0..1]
 NUM_SPECULATIVE_TOKENS = 3  # tokens drafted at a time, as acceptance is measured [1..16]
@@ -50,8 +46,7 @@ STAGE = "03_train"
 IDS = "eagle_aux_hidden_state_layer_ids"
 CHUNK = 512  # rows whose logits are in memory at once
 EDGES = [1024, 4096, 16384]  # context lengths by which acceptance is told apart
-ODD = ["attention_bias", "mlp_bias", "fc_norm", "norm_before_fc", "norm_output",
-       "norm_before_residual"]  # what a drafter's config must not ask for: another geometry
+ODD = ["norm_output", "norm_before_residual"]  # geometries that the names of tensors do not tell
 
 def import_torch():
     """Bind what is slow to import, for all that follows: so --help and "already done" are quick."""
@@ -63,60 +58,58 @@ def import_torch():
 def read_shards(directory, manifest, split, row_tokens):
     """Samples: file, name, t and n (first token, tokens), P (prompt), g and y (first rows)."""
     H, samples = manifest["hidden_size"], []
-    kinds = {"bf16": ("BF16", H), "fp8": ("F8_E4M3", H), "int4": ("U8", H // 2)}
-    kind, width = kinds[manifest["store"]]
-    for name in sorted(n for n, facts in manifest["files"].items() if facts.get("split") == split):
+    kind, width = {"bf16": ("BF16", H), "fp8": ("F8_E4M3", H), "int4": ("U8", H // 2)}[
+        manifest["store"]]
+    for name in sorted(n for n, facts in manifest["files"].items() if facts["split"] == split):
         try:
             file, g, y = safe_open(directory / name, "pt"), 0, 0
             start, prompt = (file.get_tensor(k).tolist() for k in ("sample_start", "prompt_len"))
             assert len(start) == len(prompt) + 1 > 1, "its index is empty"
             for t, end, P in zip(start, start[1:], prompt):
                 if (n := min(end - t, row_tokens)) - 1 > P:  # at least one position to train
-                    samples.append(SimpleNamespace(file=file, name=name, t=t, n=n, P=P, g=g, y=y))
+                    samples.append(Namespace(file=file, name=name, t=t, n=n, P=P, g=g, y=y))
                 g, y = g + end - t - 1, y + max(end - t - 1 - P, 0)
-            want = [[kind, g, 3, width], [kind, y, width]]
             got = [[part.get_dtype(), *part.get_shape()] for part in map(file.get_slice, "gy")]
-            assert got == want, f"g is {got[0]}, y is {got[1]}, want {want}"
+            want = [[kind, g, 3, width], [kind, y, width]]
+            assert got == want, f"g and y are {got}, want {want}"
         except (AssertionError, OSError, SafetensorError) as error:
             fail(f"shard {directory / name}: {error}; to fix: rm it, run 02_extract.py again")
     return samples or fail(f"no {split} sample in {directory}; to fix: run the stages before it")
 
-def pack_rows(samples, order, row_tokens):
-    """Samples in that order laid into rows of at most row_tokens: lists of sample numbers."""
+def pack_rows(samples, row_tokens):
+    """The samples, in their order, laid into rows of at most row_tokens."""
     rows, used = [], row_tokens
-    for number in order:
-        used += samples[number].n
+    for one in samples:
+        used += one.n
         if used > row_tokens:
-            rows, used = rows + [[]], samples[number].n
-        rows[-1].append(number)
+            rows, used = rows + [[]], one.n
+        rows[-1].append(one)
     return rows
 
 def batches(samples, s, rows):
     """Without end the rows of each step: its number alone says which, so continuing is exact."""
-    order = lambda epoch: torch.randperm(
-        len(samples), generator=torch.Generator().manual_seed(epoch)).tolist()
-    packed = (row for epoch in itertools.count(s.SEED)
-              for row in pack_rows(samples, order(epoch), s.ROW_TOKENS))
+    packed = (row for epoch in itertools.count(s.SEED) for row in pack_rows(
+        random.Random(epoch).sample(samples, len(samples)), s.ROW_TOKENS))
     return iter(lambda: list(itertools.islice(packed, rows)), [])
 
 def load_row(samples, steps):
     """One packed row on the CPU, states as stored. Of a sample with n tokens x, P of the prompt,
     i = 0..n-3 are keys and the last n-1-P of them drafting rows, those that serving drafts from.
-    token, position, owner [R]: x[i+1], i, sample; chain [C]: key of a drafting row; next
-    [C, K]: the right draft of each step, -1 past the end; keys, rows: how many of each sample."""
+    token, position, owner [R]: x[i+1], i, sample; chain [C]: key of a drafting row; next [C, K]:
+    the right draft of each step, -1 past the end; keys, rows: how many of each sample."""
+    keys, rows = [one.n - 2 for one in samples], [one.n - 1 - one.P for one in samples]
     parts, R = [], 0
-    for number, one in enumerate(samples):
-        read, i, A = one.file.get_slice, torch.arange(one.n - 2), one.n - 1 - one.P
-        x = read("token_ids")[one.t:one.t + one.n].long()
-        parts.append({"token": x[1:-1], "position": i, "owner": torch.full_like(i, number),
-                      "chain": R + i[one.P - 1:],
-                      "next": F.pad(x[one.P + 1:], (0, steps - 1), value=-1).unfold(0, steps, 1)})
-        rows = {"g": slice(one.g, one.g + one.n - 2), "y": slice(one.y, one.y + A)}
-        parts[-1] |= {key: read(key)[rows[key[0]]] for key in one.file.keys() if key[0] in rows}
-        R += len(i)
+    for number, (one, N, A) in enumerate(zip(samples, keys, rows)):
+        i, where = torch.arange(N), {"g": slice(one.g, one.g + N), "y": slice(one.y, one.y + A)}
+        x = one.file.get_slice("token_ids")[one.t:one.t + one.n].long()
+        following = F.pad(x[one.P + 1:], (0, steps - 1), value=-1)
+        parts.append({key: one.file.get_slice(key)[where[key[0]]]  # g, y and their scales
+                      for key in one.file.keys() if key[0] in where} | {
+            "token": x[1:-1], "position": i, "owner": torch.full_like(i, number),
+            "chain": R + i[-A:], "next": following.unfold(0, steps, 1)})
+        R += N
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} | {
-        "keys": [one.n - 2 for one in samples], "rows": [one.n - 1 - one.P for one in samples],
-        "names": {one.name for one in samples}}
+        "keys": keys, "rows": rows, "names": {one.name for one in samples}}
 
 def to_device(row, d):
     """The row on d.device; g [R, 3H] and y [C, H] as values. Exits where they are not finite."""
@@ -137,34 +130,32 @@ def flex_attention(row):
     seen = lambda b, h, i, j: (owner[chain[i]] == owner[j]) & (j <= chain[i])
     mask = flex.create_block_mask(seen, None, None, len(chain), len(owner), device=owner.device)
     kernel = torch.compile(flex.flex_attention, dynamic=True, disable=not owner.is_cuda)
-    return functools.partial(kernel, block_mask=mask, enable_gqa=True, return_aux=lse)
+    return functools.partial(kernel, block_mask=mask, scale=1.0, enable_gqa=True, return_aux=lse)
 
 def attend(q, k, v, own, row):
-    """Attention of drafting rows q [heads, C, D] over their sample's step-0 keys k, v [KV, R, D],
-    merged by log-sum-exp with the diagonal: own, the row's keys, values [KV, C, D] since."""
-    (heads, _, D), KV, parts = q.shape, len(k), []
+    """Attention of scaled drafting rows q [heads, C, D] over their sample's step-0 keys k, v
+    [KV, R, D] and the diagonal: own, the row's keys, values [KV, C, D] since."""
+    (heads, _, D), KV = q.shape, len(k)
+    near = q.new_empty(2, 0, *q.shape) if not own else torch.stack(
+        [torch.stack(t).repeat_interleave(heads // KV, 1) for t in zip(*own)])
+    score = (q * near[0]).sum(-1)  # [K, heads, C]
     if row["flex"]:
         out, aux = row["flex"](q[None], k[None], v[None])
-        out, lse = out[0], aux.lse[0]  # [heads, C, D], [heads, C]
-    else:  # sample by sample, A rows and N keys
-        k, v = k.split(row["keys"], 1), v.split(row["keys"], 1)
-        for q1, k1, v1, A, N in zip(q.split(row["rows"], 1), k, v, row["rows"], row["keys"]):
-            later = torch.ones(A, N, dtype=torch.bool).triu(N - A + 1)
-            score = (q1.reshape(KV, -1, D) @ k1.transpose(1, 2)).view(heads, A, N).float()
-            score = (score * D ** -0.5).masked_fill(later, -math.inf)
-            lse = score.logsumexp(-1, keepdim=True)
-            p = (score - lse).exp().to(q.dtype).view(KV, -1, N)
-            parts.append(((p @ v1).view(heads, A, D), lse[..., 0]))
-        out, lse = (torch.cat(part, 1) for part in zip(*parts))
-    if not own:
-        return out
-    own_k, own_v = (torch.stack(t).repeat_interleave(heads // KV, 1) for t in zip(*own))
-    score = (q * own_k).sum(-1).float() * D ** -0.5  # [K, heads, C]
-    share = torch.cat([lse[None], score]).softmax(0).to(q.dtype)[..., None]
-    return out * share[0] + (own_v * share[1:]).sum(0)
+        share = torch.cat([aux.lse, score]).softmax(0).to(q.dtype)[..., None]
+        return out[0] * share[0] + (near[1] * share[1:]).sum(0)
+    parts, (k, v) = [], (t.split(row["keys"], 1) for t in (k, v))
+    for q, k, v, s in zip(q.split(row["rows"], 1), k, v, score.split(row["rows"], 2)):
+        A, N = q.shape[1], k.shape[1]  # rows and keys of a sample; later ones are not seen
+        later = q.new_full((A, N), -math.inf).triu(N - A + 1)
+        far = (q.reshape(KV, -1, D) @ k.transpose(1, 2)).view(heads, A, N) + later
+        share = torch.cat([far, s.movedim(0, -1)], -1).softmax(-1)  # [heads, A, N + K]
+        out = share[..., :N].reshape(KV, -1, N) @ v
+        parts.append((out.view(heads, A, D), share[..., N:]))
+    out, share = (torch.cat(part, 1) for part in zip(*parts))
+    return out + (near[1] * share.movedim(-1, 0)[..., None]).sum(0)
 
 def drafter_shapes(config):
-    """The tensors that vLLM wants, name: shape (it reports neither a missing nor a wrong one)."""
+    """The weights that vLLM wants, name: shape (it reports neither a missing nor a wrong one)."""
     H, M, V = (config[key] for key in ("hidden_size", "intermediate_size", "draft_vocab_size"))
     q, kv = (config[f"num_{k}_heads"] * config["head_dim"] for k in ("attention", "key_value"))
     shapes = {"self_attn.q_proj": [q, 2 * H], "self_attn.k_proj": [kv, 2 * H],
@@ -194,7 +185,8 @@ def drafter_states(d, row, steps):
         own.append((turned(heads(both, "k_proj"), position), heads(both, "v_proj")))
         if step == 0:  # every position is a key, but only drafting rows go on
             both, hidden, position = (t[row["chain"]] for t in (both, hidden, position))
-        out = attend(turned(heads(both, "q_proj"), position), *own[0], own[1:], row)
+        q = turned(heads(both, "q_proj"), position) * D ** -0.5
+        out = attend(q, *own[0], own[1:], row)
         hidden = hidden + F.linear(out.transpose(0, 1).flatten(1), w["o_proj"])
         x = norm(hidden, "post_attention_layernorm")
         x = F.silu(F.linear(x, w["gate_proj"])) * F.linear(x, w["up_proj"])
@@ -225,105 +217,96 @@ def loss_and_gradient(d, row, states, weights):
     return sums
 
 def count_accepted(hits):
-    """The steps (row, accepted) of serving an answer; hits[k][a]: draft k of row a is right."""
+    """The steps (row, accepted) of serving an answer; hits[a][k]: draft k of row a is right."""
     steps, row = [], 0
-    while row < len(hits[0]):
-        steps.append((row, next((k for k, hit in enumerate(hits) if not hit[row]), len(hits))))
+    while row < len(hits):
+        steps.append((row, (hits[row] + [False]).index(False)))
         row += steps[-1][1] + 1
     return steps
 
 def evaluate(d, samples, s, rank=0, world=1):
     """Offline acceptance: the ratios of vLLM's counters, overall and by context length."""
     K, head = s.NUM_SPECULATIVE_TOKENS, d.w["lm_head.weight"].detach().to(d.dtype)
-    tally = [[0] * (K + 1) for _ in range(len(EDGES) + 1)]  # drafts by context and accepted tokens
-    order = sorted(range(rank, len(samples), world), key=lambda i: samples[i].n)
-    for numbers in pack_rows(samples, order, s.ROW_TOKENS):
-        row = to_device(load_row([samples[i] for i in numbers], K), d)
+    tally = torch.zeros(len(EDGES) + 1, K + 1, device=d.device)  # drafts by context and accepted
+    for packed in pack_rows(sorted(samples[rank::world], key=lambda one: one.n), s.ROW_TOKENS):
+        row = to_device(load_row(packed, K), d)
         with torch.no_grad():
             drafts = [torch.cat([F.linear(x, head).argmax(-1) for x in state.split(CHUNK)])
                       for state in drafter_states(d, row, K)]
         hits = d.vocab[torch.stack(drafts, 1)] == row["next"]  # [C, K]
         parts = (t.cpu().split(row["rows"]) for t in (hits, row["position"][row["chain"]]))
         for hit, context in zip(*parts):
-            for a, accepted in count_accepted(hit.t().tolist()):
-                tally[bisect.bisect(EDGES, int(context[a]))][accepted] += 1
-    counts = torch.tensor(tally, device=d.device)
-    world > 1 and torch.distributed.all_reduce(counts)
-    counts = torch.cat([counts.sum(0)[None], counts]).flip(1).cumsum(1).flip(1).tolist()
-    names = ["all", *(f"below {edge}" for edge in EDGES), f"from {EDGES[-1]}"]
-    found = {name: {"acceptance_length": sum(row) / row[0], "drafts": row[0],
-                    "acceptance_by_position": [n / row[0] for n in row[1:]]}
-             for name, row in zip(names, counts) if row[0]}
-    return found.pop("all") | {"by_context_length": found}
+            for a, accepted in count_accepted(hit.tolist()):
+                tally[bisect.bisect(EDGES, context[a]), :accepted + 1] += 1
+    world > 1 and torch.distributed.all_reduce(tally)
+    ratios = lambda n: {"acceptance_length": sum(n) / n[0], "drafts": int(n[0]),
+                        "acceptance_by_position": [accepted / n[0] for accepted in n[1:]]}
+    return ratios(tally.sum(0).tolist()) | {"by_context_length": {
+        f"from {edge}": ratios(n) for edge, n in zip([0, *EDGES], tally.tolist()) if n[0]}}
 
 def read_target(directory):
-    """The target's embedding, final norm and head (None where tied), each read alone."""
-    paths = directory.glob("*.safetensors")
-    where = {name: path for path in paths for name in safe_open(path, "pt").keys()}
-    where or fail(f"no weights of TARGET in {directory}; to fix: download the whole model")
-    for ending in ("embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
-        name = min((name for name in where if name.endswith(ending)), key=len, default=None)
-        yield name and safe_open(where[name], "pt").get_tensor(name)
+    """Embedding, final norm and head (the embedding where tied) of the target, each read alone."""
+    pattern = r"(?:(?:language_model|model)\.)*(norm|lm_head|embed_tokens)\.weight"
+    files = [safe_open(path, "pt") for path in directory.glob("*.safetensors")]
+    found = {match[1]: file.get_tensor(match[0]) for file in files for name in file.keys()
+             if (match := re.fullmatch(pattern, name))}
+    len(found) > 1 or fail(f"no weights of TARGET in {directory}; to fix: download the whole model")
+    return [found.get(name, found["embed_tokens"]) for name in ("embed_tokens", "norm", "lm_head")]
 
-def wait_for_download(name, here):
-    """Wait while 00_preflight.sh's download into `here` holds the lock of its pid file; exit with
-    its error where the drafter is not whole then."""
-    log, note, bar = here.parent / "logs/drafter_download.log", here / ".download.json", None
-    note = {"repo": name, "total": 1} | (json.loads(note.read_text()) if note.exists() else {})
-    if note["repo"] != name:
-        fail(f"{here} holds {note['repo']}, want {name}; to fix: mv {here} {here}.old")
+def find_drafter(name, data):
+    """Directory of the published drafter. Waits while 00_preflight.sh's download of it holds the
+    lock of its pid file; exits with the download's error where it is not whole then."""
+    here, log = data / "drafter", data / "logs/drafter_download.log"
+    note, pid = here / ".download.json", here / ".download.pid"
+    if (Path(name) / "config.json").exists():
+        return Path(name)
+    note = json.loads(note.read_text()) if note.exists() else {"repo": name, "total": 1}
     size = lambda pattern: sum(path.stat().st_size for path in here.glob(pattern))
-    def running():
-        with contextlib.suppress(FileNotFoundError), open(here / ".download.pid") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-    while running():
-        bar = bar or progress(note["total"] // 10**6, f"MB of {name}")
-        with contextlib.suppress(FileNotFoundError):  # one was renamed meanwhile
-            bar.update((size("[!.]*") + size("**/*.incomplete")) // 10**6 - bar.n)
-        time.sleep(1)
-    bar and bar.close()
-    if size("[!.]*") < note["total"]:
-        said = log.read_text().splitlines() if log.exists() else ["error: not begun"]
-        fail(f"drafter {name} is not whole in {here} ("
-             f"{([line for line in said if 'rror' in line] or ['killed'])[-1]}); to fix: "
-             "./00_preflight.sh goes on with its download, or set DRAFTER (\"\": from scratch)")
+    with progress(note["total"] // 10**6, f"MB of {name}", size("[!.]*") // 10**6) as bar:
+        while pid.exists() and subprocess.call(["flock", "-ns", pid, "true"]):
+            with contextlib.suppress(FileNotFoundError):  # one was renamed meanwhile
+                bar.update((size("[!.]*") + size("**/*.incomplete")) // 10**6 - bar.n)
+            time.sleep(1)
+    if size("[!.]*") < note["total"] or note["repo"] != name:
+        said = re.findall(".*rror.*", log.read_text()) if log.exists() else []
+        fail(f"no whole drafter {name} in {here} ({['not begun, or killed', *said][-1]}); to fix: "
+             "./00_preflight.sh goes on with its download")
+    return here
 
-def read_drafter(directory, H, vocab_size):
+def check_drafter(config, tensors):
+    """Target ids of the draft vocabulary; asserts that names, shapes and map are as vLLM wants."""
+    V, size = config["draft_vocab_size"], config["vocab_size"]
+    want = drafter_shapes(config) | ({"d2t": [V], "t2d": [size]} if V < size else {})
+    got = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(want | got):
+        assert got.get(name) == want.get(name), f"{name} is {got.get(name)}, want {want.get(name)}"
+    vocab = torch.arange(V) + tensors.get("d2t", torch.zeros(V)).long()
+    assert 0 <= vocab.min() <= vocab.max() < size, f"d2t leads out of the {size} ids of the target"
+    chosen = torch.zeros(size, dtype=torch.bool).index_fill(0, vocab, True)
+    assert chosen.sum() == V, "d2t leads to a token twice"
+    assert chosen.equal(tensors.get("t2d", chosen).bool()), "t2d names other tokens than d2t"
+    return vocab
+
+def read_drafter(directory, target):
     """A published drafter, checked: (config, {name: f32 tensor}, target ids of its vocabulary)."""
     try:
-        facts, w = json.loads((directory / "config.json").read_text()), {}
-        given = {key: value for key, value in facts.items() if value is not None}
+        given = json.loads((directory / "config.json").read_text())
+        given = {key: value for key, value in given.items() if value is not None}
         rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-        config = {"head_dim": given["hidden_size"] // given["num_attention_heads"],
-                  "rope_theta": rope.get("rope_theta", 1e4), "draft_vocab_size": vocab_size} | given
-        odd = [key for key in ODD if config.get(key)] + [rope] * (rope.get("factor", 1) != 1)
-        got, want = [config["hidden_size"], config["vocab_size"], odd], [H, vocab_size, []]
-        assert got == want, f"hidden size, vocabulary and what is odd are {got}, want {want}"
-        for path in directory.glob("*.safetensors"):
-            w |= {name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor.float()
-                  for name, tensor in load_file(path).items() if "embed_tokens" not in name}
-        d2t = w.pop("d2t", torch.zeros(vocab_size * (config["draft_vocab_size"] == vocab_size)))
-        vocab, t2d = d2t.long() + torch.arange(len(d2t)), w.pop("t2d", None)
-        check_drafter(config, w, vocab)
-        mine = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, vocab, True)
-        assert t2d is None or mine.equal(t2d.bool()), "t2d names other tokens than d2t"
+        config = {"head_dim": given["hidden_size"] // given["num_attention_heads"], "rope_theta":
+                  rope.get("rope_theta", 1e4), "draft_vocab_size": given["vocab_size"]} | given
+        for key in ("hidden_size", "vocab_size"):
+            assert given[key] == target[key], f"{key} is {given[key]}, want {target[key]}"
+        odd = [key for key in ODD if given.get(key)] + [rope] * (rope.get("factor", 1) != 1)
+        assert not odd, f"it has {odd}"
+        w = {name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor for path in
+             directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        w.pop("embed_tokens.weight", None)  # the target's is shared
+        vocab = check_drafter(config, w)
+        return config, {name: t.float() for name, t in w.items() if "weight" in name}, vocab
     except (AssertionError, KeyError, OSError, ValueError, SafetensorError) as error:
         fail(f"drafter {directory}: {'no key ' * isinstance(error, KeyError)}{error}; to fix: set "
              "DRAFTER to one that is whole and fits")
-    return config, w, vocab
-
-def check_drafter(config, w, vocab):
-    """Asserts that names, shapes and the vocabulary map are those that vLLM needs."""
-    want, got = drafter_shapes(config), {name: list(tensor.shape) for name, tensor in w.items()}
-    for name in sorted(want | got):
-        assert got.get(name) == want.get(name), f"{name} is {got.get(name)}, want {want.get(name)}"
-    V, size = config["draft_vocab_size"], config["vocab_size"]
-    assert len(vocab) == V, f"d2t has {len(vocab)} entries, want {V}"
-    assert 0 <= vocab.min() <= vocab.max() < size, f"d2t leads out of the {size} ids of the target"
-    assert len(vocab.unique()) == V, f"d2t names {V - len(vocab.unique())} tokens twice"
 
 def choose_vocab(counts, size, directory):
     """Target ids of a new draft vocabulary, ascending: special and end tokens, most frequent."""
@@ -333,56 +316,49 @@ def choose_vocab(counts, size, directory):
         end = facts.get("eos_token_id") or []
         special += [*([end] if isinstance(end, int) else end), *map(int, facts.get(
             "added_tokens_decoder", [])), *(one["id"] for one in facts.get("added_tokens", []))]
-    first = torch.zeros_like(counts)
-    first[[i for i in special if i < len(counts)]] = counts.sum()
-    return (counts + first).argsort(descending=True, stable=True)[:size].sort()[0]
+    counts[[i for i in special if i < len(counts)]] += counts.sum()  # first of all
+    return counts.argsort(descending=True, stable=True)[:size].sort()[0]
 
 def new_drafter(target, s, vocab, head):
-    """(config, {name: f32 tensor}) of the target's geometry; the head is the target's own rows."""
+    """The same of the target's geometry, with random weights; the head is the target's own rows."""
     H, heads, size = (target[k] for k in ("hidden_size", "num_attention_heads", "vocab_size"))
     config = {"hidden_size": H, "intermediate_size": s.MLP_WIDTH or target["intermediate_size"],
-              "num_hidden_layers": 1, "hidden_act": "silu", "num_attention_heads": heads,
+              "num_attention_heads": heads,
               "num_key_value_heads": target.get("num_key_value_heads") or heads,
               "head_dim": target.get("v_head_dim") or target.get("head_dim") or H // heads,
-              "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": size,
-              "draft_vocab_size": len(vocab)}
+              "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+              "rope_theta": 1e6, "vocab_size": size, "draft_vocab_size": len(vocab)}
     chance = torch.Generator().manual_seed(s.SEED)
     w = {name: torch.randn(shape, generator=chance) * shape[1] ** -0.5 if shape[1:]
          else torch.ones(shape) for name, shape in drafter_shapes(config).items()}
-    return config, w | {"lm_head.weight": head.float()}
+    return config, w | {"lm_head.weight": head[vocab].float()}, vocab
 
-def make_drafter(s, start, extract, directory, samples, device, dtype):
-    """The drafter before the first step: config, w (f32 tensors by name), vocab [V], its coverage;
-    the target's embed, head [V, H], norm, eps, max_len."""
+def make_drafter(s, start, directory, samples, device, dtype):
+    """The drafter before the first step, its facts and those of the target that it needs."""
     target = json.loads((directory / "config.json").read_text())
     target, (embed, norm, head) = target.get("text_config", target), read_target(directory)
-    head, size = embed if head is None else head, target["vocab_size"]
-    counts = torch.cat([one.file.get_slice("token_ids")[one.t + one.P:one.t + one.n]
-                        for one in samples]).bincount(minlength=size)
-    if start:
-        config, w, vocab = read_drafter(start, extract["hidden_size"], size)
-    else:
-        vocab = choose_vocab(counts, s.DRAFT_VOCAB, directory)
-        config, w = new_drafter(target, s, vocab, head[vocab])
+    answers = (one.file.get_slice("token_ids")[one.t + one.P:one.t + one.n] for one in samples)
+    counts = torch.cat([*answers]).bincount(minlength=target["vocab_size"])
+    config, w, vocab = read_drafter(start, target) if start else new_drafter(
+        target, s, choose_vocab(counts.clone(), s.DRAFT_VOCAB, directory), head)
     coverage = float(counts[vocab].sum() / counts.sum())
     print(f"{STAGE}: {len(samples):,} samples; a draft vocabulary of {len(vocab):,} covers "
           f"{coverage:.2%} of the tokens in their answers; {dtype} on {device}", flush=True)
-    placed = {"embed": embed, "norm": norm, "head": head[vocab]}
-    w = {name: t.to(device).requires_grad_(s.TRAIN_HEAD or name != "lm_head.weight")
-         for name, t in w.items()}
-    return SimpleNamespace(
-        config=config, w=w, vocab=vocab.to(device), coverage=coverage, device=device, dtype=dtype,
-        eps=target["rms_norm_eps"], max_len=target["max_position_embeddings"],
-        **{name: t.to(device, dtype) for name, t in placed.items()})
+    w = {name: t.to(device).requires_grad_(name != "lm_head.weight") for name, t in w.items()}
+    embed, norm, head = (t.to(device, dtype) for t in (embed, norm, head[vocab]))
+    return Namespace(
+        config=config, w=w, vocab=vocab.to(device), coverage=coverage, embed=embed, norm=norm,
+        head=head, device=device, dtype=dtype, eps=target["rms_norm_eps"],
+        max_len=target["max_position_embeddings"])
 
 def export(directory, d, layer_ids, target, figures):
     """Write drafter/ for vLLM, checked before and compared after: bf16, offsets in d2t."""
     vocab, size, K = d.vocab.cpu(), d.config["vocab_size"], len(figures["acceptance_by_position"])
     tensors = {name: p.detach().to("cpu", torch.bfloat16) for name, p in d.w.items()}
-    check_drafter(d.config, tensors, vocab)
     if len(vocab) < size:
         tensors |= {"d2t": vocab - torch.arange(len(vocab)),
                     "t2d": torch.zeros(size, dtype=torch.bool).index_fill(0, vocab, True)}
+    assert check_drafter(d.config, tensors).equal(vocab)
     directory.mkdir(exist_ok=True)
     write_whole(directory / "model.safetensors", lambda tmp: save_file(tensors, tmp))
     write_whole(directory / "config.json", d.config | {
@@ -398,34 +374,33 @@ Offline, on held-out answers:\n\n```json\n{json.dumps(figures, indent=1)}\n```\n
     assert back.keys() == tensors.keys() and all(back[n].equal(tensors[n]) for n in back), directory
 
 def start_processes(choice):
-    """(processes, device, dtype of matrix products): bf16, but on a CPU that has none of it f32."""
+    """(processes, device, dtype of matrix products): bf16, but f32 on a CPU that has none of it."""
     world, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
+    cuda or choice != "cuda" or fail("DEVICE is cuda, torch sees none; to fix: set DEVICE to auto")
     cuda = cuda and choice != "cpu"
-    if choice == "cuda" and not cuda:
-        fail("DEVICE is cuda, but torch sees none; to fix: set DEVICE to auto")
     cuda and torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     world > 1 and torch.distributed.init_process_group("nccl" if cuda else "gloo")
     fast = cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return world, torch.device(["cpu", "cuda"][cuda]), torch.bfloat16 if fast else torch.float32
 
-def make_optimizers(w, s):
-    """AdamW for norms and a trained head, Muon for the layer's matrices, their moments made."""
-    muon = [p for name, p in w.items() if p.ndim == 2 and name != "lm_head.weight"]
-    rest = [p for name, p in w.items() if p.requires_grad and (p.ndim == 1 or name[:2] == "lm")]
-    made = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-            torch.optim.Muon(muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
+def make_optimizers(w):
+    """AdamW for the norms, Muon for the layer's matrices, moments made; the head is frozen."""
+    norms, matrices = ([p for p in w.values() if p.requires_grad and p.ndim == n] for n in (1, 2))
+    made = [torch.optim.AdamW(norms, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+            torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
     made[0].state |= {p: {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
-                          "exp_avg_sq": torch.zeros_like(p)} for p in rest}
-    made[1].state |= {p: {"momentum_buffer": torch.zeros_like(p)} for p in muon}
+                          "exp_avg_sq": torch.zeros_like(p)} for p in norms}
+    made[1].state |= {p: {"momentum_buffer": torch.zeros_like(p)} for p in matrices}
     return made
 
-def train_step(d, optimizers, loaded, counts, lr, s, world):
-    """One optimizer step over the rows of all processes; counts: trained positions by TTT step.
+def train_step(d, optimizers, loaded, lr, s, world):
+    """One optimizer step over the rows of all processes, sums divided by the trained positions.
     What metrics.jsonl says of it, or None where loss or gradient is not finite: nothing changes."""
     share = torch.tensor([s.STEP_WEIGHT ** k for k in range(s.TTT_STEPS)], dtype=torch.float64)
-    share, counts = share / share.sum(), torch.tensor(counts)
+    counts = sum((row["next"] >= 0).sum(0) for row in loaded).to(d.device)  # [K]
+    world > 1 and torch.distributed.all_reduce(counts)
+    share, counts, sums = share / share.sum(), counts.cpu(), 0
     assert counts.min() > 0, f"a batch without a trained position: {counts}"
-    sums = torch.zeros(2, s.TTT_STEPS, dtype=torch.float64, device=d.device)
     for row in (to_device(row, d) for row in loaded):
         states = drafter_states(d, row, s.TTT_STEPS)
         sums += loss_and_gradient(d, row, states, (share / counts).tolist())
@@ -456,111 +431,98 @@ def load_checkpoint(directory, tensors):
     """`state` of the newest checkpoint that can be read, copied into tensors; or a new one."""
     for path in sorted(directory.glob("step-*"), reverse=True):
         try:
-            with safe_open(path, "pt") as file:
-                for name, tensor in tensors.items():
-                    tensor.copy_(file.get_tensor(name))
-                return json.loads(file.metadata()["state"])
+            file = safe_open(path, "pt")
+            for name, tensor in tensors.items():
+                tensor.copy_(file.get_tensor(name))
+            return json.loads(file.metadata()["state"])
         except (OSError, SafetensorError) as error:
             print(f"{STAGE}: cannot read {path} ({error}), taking the one before", flush=True)
-    return {"step": 0, "best": None, "stale": 0, "skipped": 0, "bad": 0, "seconds": 0.0}
+    return {"step": 0, "best": None, "stale": 0, "skipped": 0, "bad": 0}
 
 def draw_curves(out):
     """curves.png: loss and right drafts by TTT step, acceptance length on held-out answers."""
     from matplotlib.figure import Figure
-    figure, text = Figure((15, 4), layout="constrained"), (out / "metrics.jsonl").read_text()
-    rows = [row | row.get("heldout", {}) for row in map(json.loads, text.splitlines())]
-    for axis, key in zip(figure.subplots(1, 3), (
+    figure, lines = Figure((15, 4), layout="constrained"), open(out / "metrics.jsonl")
+    rows = [row | row.get("heldout", {}) for row in map(json.loads, lines)]
+    for axis, name in zip(figure.subplots(1, 3), (
             "loss_by_ttt_step", "acceptance_by_ttt_step", "acceptance_length")):
-        lines = axis.plot(*zip(*((row["step"], row[key]) for row in rows if key in row)), lw=0.8)
-        axis.set(xlabel="step", title=key.replace("_", " "))
-        steps = [f"TTT step {k}" for k in range(len(lines))]
-        lines and axis.legend(lines, steps if "ttt" in key else ["held out"])
+        lines = axis.plot(*zip(*((row["step"], row[name]) for row in rows if name in row)), lw=0.8)
+        axis.set(xlabel="training step", title=name.replace("_", " "))
+        axis.legend(lines, range(len(lines)) if "ttt" in name else ["held out"])
     write_whole(out / "curves.png", lambda tmp: figure.savefig(tmp, format="png", dpi=70))
 
 def judge(run, state, heldout):
     """Evaluate, tell, draw, save; export the drafter if none was better."""
-    result = evaluate(run.d, heldout, run.s, run.rank, run.world)
-    length, step, ids = result["acceptance_length"], state["step"], run.extract["layer_ids"]
-    state["stale"] += 1
+    result, step = evaluate(run.d, heldout, run.s, run.rank, run.world), state["step"]
+    length, state["stale"] = result["acceptance_length"], state["stale"] + 1
     if better := not state["best"] or length > state["best"]["acceptance_length"]:
         state |= {"best": {"step": step} | result, "stale": 0}
     if run.rank:
         return
     run.note({"step": step, "heldout": result})
-    by = " ".join(f"{share:.3f}" for share in result["acceptance_by_position"])
-    print(f"{STAGE}: step {step}, held out: acceptance length {length:.3f}, by position {by}",
-          flush=True)
+    print(f"{STAGE}: step {step}, held out: acceptance length {length:.3f}, by position",
+          *(f"{share:.3f}" for share in result["acceptance_by_position"]), flush=True)
     draw_curves(run.out)
-    better and export(run.out / "drafter", run.d, ids, run.s.TARGET, state["best"])
+    better and export(run.out / "drafter", run.d, run.extract["layer_ids"], run.s.TARGET, result)
     run.save()
     if run.start and step == 0 and length < 1.1:
-        print(f"{STAGE}: next to nothing: layer ids in SGLang's numbering? On 100 samples, with "
-              f"ids one higher: {other_numbering(run)}", flush=True)
+        print(f"{STAGE}: useless: layer ids in SGLang's numbering? On 100 samples with ids one "
+              f"higher: {other_numbering(run)}", flush=True)
 
 def other_numbering(run):
     """The shell command that extracts 100 samples with layer ids one higher and evaluates there."""
-    data, source = Path(run.s.DATA).resolve(), run.extract["settings"]["SAMPLES_FROM"]
-    here = {name: value for name, value in os.environ.items() if name.startswith("KIT_")}
-    here |= {"KIT_" + name: value * 1 for name, value in vars(run.s).items()
-             if value != globals()[name]}
-    here |= {"KIT_DATA": data / "shifted", "KIT_DRAFTER": run.start.resolve(), "KIT_RUN": "",
-             "KIT_PART": "", "KIT_MAX_STEPS": 1,
-             "KIT_LAYER_IDS": ",".join(str(i + 1) for i in run.extract["layer_ids"])}
-    here = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in here.items())
-    old, new = (shlex.quote(str(data / part / source)) for part in ("", "shifted"))
-    python, kit = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve().parent))
+    old = Path(run.s.DATA).resolve() / run.extract["settings"]["SAMPLES_FROM"]
+    new, ids = old.parent / "shifted" / old.name, (str(i + 1) for i in run.extract["layer_ids"])
+    env = {name: value for name, value in os.environ.items() if name.startswith("KIT_")} | {
+        "KIT_DATA": new.parent, "KIT_TARGET": run.s.TARGET, "KIT_DRAFTER": run.start, "KIT_RUN": "",
+        "KIT_LAYER_IDS": ",".join(ids), "KIT_PART": "", "KIT_MAX_STEPS": 1}
+    python = shlex.join(["env", *(f"{name}={env[name]}" for name in env), sys.executable])
     return (f"mkdir -p {new} && cp {old}/manifest.json {new} && for f in heldout_samples samples; "
-            f"do head -n 100 {old}/$f.jsonl > {new}/$f.jsonl; done && for stage in 02_extract "
-            f"03_train; do env {here} {python} {kit}/$stage.py || break; done")
+            f"do head -n 100 {old}/$f.jsonl > {new}/$f.jsonl; done && {python} 02_extract.py && "
+            f"{python} 03_train.py")
 
 def train(run, samples, heldout):
     """From the newest checkpoint to the last step, or until acceptance stops growing; the state."""
     s, d, rank, world, stop = run.s, run.d, run.rank, run.world, []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.append(number))
-    optimizers, log = make_optimizers(d.w, s), run.out / "metrics.jsonl"
+    optimizers, log = make_optimizers(d.w), run.out / "metrics.jsonl"
     moments = {p: facts for optimizer in optimizers for p, facts in optimizer.state.items()}
     tensors = {f"{key} {name}": t for name, p in d.w.items() if p in moments
                for key, t in {"weight": p.detach(), **moments[p]}.items()}  # all that changes
     state = load_checkpoint(run.out / "checkpoints", tensors)
     if rank == 0:  # drop a torn last line, and what came after the checkpoint
-        old = log.read_text().split("\n")[:-1] if log.exists() and state["best"] else []
-        old = [line for line in old if json.loads(line)["step"] <= state["step"]]
-        write_whole(log, "".join(line + "\n" for line in old))
+        old = open(log).readlines() if log.exists() and state["best"] else []
+        write_whole(log, "".join(line for line in old if line.endswith("\n") and
+                                 json.loads(line)["step"] <= state["step"]))
         file = open(log, "a")
     run.note = lambda row: rank or print(json.dumps(row), file=file, flush=True)
     run.save = lambda: rank or save_checkpoint(run.out / "checkpoints", tensors, state, s.KEEP)
     state["best"] or judge(run, state, heldout)
-    rows, packed = s.ACCUMULATE * world, pack_rows(samples, range(len(samples)), s.ROW_TOKENS)
-    total = s.MAX_STEPS or math.ceil(s.EPOCHS * len(packed) / rows)
+    rows, packed = s.ACCUMULATE * world, len(pack_rows(samples, s.ROW_TOKENS))
+    total = s.MAX_STEPS or math.ceil(s.EPOCHS * packed / rows)
     plan = itertools.islice(batches(samples, s, rows), state["step"], total)
-    def fetch(batch):
-        chosen = [samples[i] for row in batch for i in row]
-        counts = [sum(max(one.n - 1 - one.P - k, 0) for one in chosen) for k in range(s.TTT_STEPS)]
-        return counts, sum(one.n for one in chosen), [
-            load_row([samples[i] for i in row], s.TTT_STEPS) for row in batch[rank::world]]
+    fetch = lambda batch: (sum(one.n for row in batch for one in row), [
+        load_row(row, s.TTT_STEPS) for row in batch[rank::world]])
     with ThreadPoolExecutor(1) as pool, progress(total, "steps", state["step"]) as bar:
-        ahead = deque(pool.submit(fetch, batch) for batch in itertools.islice(plan, 2))
+        ahead = [pool.submit(fetch, batch) for batch in itertools.islice(plan, 2)]
         bar.disable = rank > 0
         while ahead and state["stale"] < s.PATIENCE:
             start, step = time.monotonic(), state["step"] + 1
-            counts, tokens, loaded = ahead.popleft().result()
-            ahead.extend(pool.submit(fetch, batch) for batch in itertools.islice(plan, 1))
+            tokens, loaded = ahead.pop(0).result()
+            ahead += (pool.submit(fetch, batch) for batch in itertools.islice(plan, 1))
             lr = s.LEARNING_RATE * min(step / max(1, s.WARMUP * total),
                                        0.5 + 0.5 * math.cos(math.pi * (step - 1) / total))
-            result = train_step(d, optimizers, loaded, counts, lr, s, world)
-            seconds, bad = time.monotonic() - start, 0 if result else state["bad"] + 1
-            state |= {"step": step, "seconds": state["seconds"] + seconds, "bad": bad,
-                      "skipped": state["skipped"] + (bad > 0)}
+            result = train_step(d, optimizers, loaded, lr, s, world)
+            state |= {"step": step, "bad": 0 if result else state["bad"] + 1,
+                      "skipped": state["skipped"] + (not result)}
             if result:
-                used = torch.cuda.max_memory_allocated() or getrusage(RUSAGE_SELF).ru_maxrss * 1024
-                run.note({"step": step, **result, "tokens_per_sec": tokens / seconds,
-                          "memory_gb": used / 1e9, "seconds": state["seconds"]})
+                used = torch.cuda.max_memory_allocated() or 1024 * resource.getrusage(0).ru_maxrss
+                speed = tokens / (time.monotonic() - start)
+                run.note({"step": step, **result, "tokens_per_sec": speed, "memory_gb": used / 1e9})
                 bar.set_postfix_str(f"loss {result['loss']:.3f}", refresh=False)
             bar.update()
-            if bad == 10:
-                fail(f"no finite gradient in 10 steps up to {step}; the last checkpoint is whole; "
-                     "to fix: lower LEARNING_RATE under another RUN")
+            state["bad"] < 10 or fail("no finite gradient in 10 steps; to fix: lower LEARNING_RATE")
             if step % s.EVAL_EVERY == 0 or step == total:
                 judge(run, state, heldout)
             stopped = torch.tensor(len(stop), device=d.device)
@@ -684,46 +646,38 @@ def main():
     data, rank = Path(s.DATA), int(os.environ.get("RANK", 0))
     extract, (directory, target_id) = read_manifest(data / "02_extract"), find_model(s.TARGET)
     if extract["inputs"]["target"] != target_id:
-        fail(f"02_extract is of another target (got {extract['inputs']['target']}, want "
-             f"{target_id}); to fix: set TARGET to the one it was made with")
-    start = s.DRAFTER and (Path(s.DRAFTER) if Path(s.DRAFTER).is_dir() else data / "drafter")
-    if start == data / "drafter":
-        wait_for_download(s.DRAFTER, start)
-    if start and not ((start / "config.json").exists() and any(start.glob("*.safetensors"))):
-        fail(f"no config.json and *.safetensors in {start}; to fix: set DRAFTER to another")
+        fail(f"02_extract is of another target than TARGET, {target_id}; to fix: set TARGET to it")
+    start = s.DRAFTER and find_drafter(s.DRAFTER, data)
     s.LEARNING_RATE = s.LEARNING_RATE or (5e-5 if start else 1e-2)
     out = data / STAGE / (s.RUN or f"n{extract['counts']['samples']}")
     if rank == 0:
         shaping = {name: value for name, value in vars(s).items() if name not in (
             "DATA", "TARGET", "DRAFTER", "RUN", "DEVICE", "KEEP", "ACCUMULATE")}
-        rows = s.ACCUMULATE * int(os.environ.get("WORLD_SIZE", 1))
+        shaping["rows_a_step"] = s.ACCUMULATE * int(os.environ.get("WORLD_SIZE", 1))
         digest = start and hashlib.sha256((start / "config.json").read_bytes()).hexdigest()[:16]
-        manifest = open_stage(
-            out, settings=shaping | {"rows_a_step": rows, **extract["counts"]}, size={},
-            inputs={"target": target_id, "02_extract": extract["id"], "drafter": digest})
+        manifest = open_stage(out, settings=shaping | extract["counts"], size={}, inputs={
+            "target": target_id, "02_extract": extract["id"], "drafter": digest})
     elif (path := out / "manifest.json").exists() and json.loads(path.read_text())["done"]:
         return  # rank 0 says so
     import_torch()
     world, device, dtype = start_processes(s.DEVICE)
     samples, heldout = (read_shards(data / "02_extract", extract, split, s.ROW_TOKENS)
                         for split in ("train", "heldout"))
-    d = make_drafter(s, start, extract, directory, samples, device, dtype)
-    run = SimpleNamespace(s=s, d=d, out=out, extract=extract, start=start, rank=rank, world=world)
+    d = make_drafter(s, start, directory, samples, device, dtype)
+    run = Namespace(s=s, d=d, out=out, extract=extract, start=start, rank=rank, world=world)
     try:
         state = train(run, samples, heldout)
     except (OSError, SafetensorError) as error:
-        fail(f"{error}; all up to the last checkpoint is whole; to fix: run it again, when there "
-             f"is space in {out}")
+        fail(f"{error}; the last checkpoint is whole; to fix: make room in {out}, run it again")
     if rank == 0:
-        files, best = {f"drafter/{path.name}": {
+        best, files = state["best"], {f"drafter/{path.name}": {
             "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            for path in (out / "drafter").iterdir()}, state["best"]
+            for path in (out / "drafter").iterdir()}
         write_whole(out / "manifest.json", manifest | {
-            "best": best, "draft_vocab_size": len(d.vocab), "vocab_coverage": d.coverage,
-            "num_ttt_steps": s.TTT_STEPS, "steps": state["step"], "files": files,
-            "skipped_steps": state["skipped"], "done": True})
-        print(f"{STAGE}: wrote {out / 'drafter'}, acceptance length {best['acceptance_length']:.3f}"
-              f" at step {best['step']} of {state['step']}, in {state['seconds'] / 60:.1f} min")
+            "best": best, "steps": state["step"], "skipped_steps": state["skipped"], "files": files,
+            "draft_vocab_size": len(d.vocab), "vocab_coverage": d.coverage,
+            "num_ttt_steps": s.TTT_STEPS, "done": True})
+        print(f"{STAGE}: wrote {out}/drafter, acceptance length {best['acceptance_length']:.3f}")
 
 if __name__ == "__main__":
     main()

@@ -25,12 +25,11 @@ PACKAGES = ["speculators==0.9.0", "hs-connectors==0.9.0", "datasets==4.0.0", "lo
 
 def ours(train, s, d):
     """(step, finished): our training step on a row; learning rate as a share of its peak."""
-    optimizers = train.make_optimizers(d.w, s)
+    optimizers = train.make_optimizers(d.w)
 
     def step(samples, share):
-        counts = [sum(max(one.n - 1 - one.P - k, 0) for one in samples) for k in range(s.TTT_STEPS)]
         rows = [train.load_row(samples, s.TTT_STEPS)]
-        train.train_step(d, optimizers, rows, counts, s.LEARNING_RATE * share, s, 1)
+        train.train_step(d, optimizers, rows, s.LEARNING_RATE * share, s, 1)
     return step, lambda: d
 
 
@@ -104,17 +103,17 @@ def main():
     extract = json.loads((a.extract / "manifest.json").read_text())
     samples, heldout = (train.read_shards(a.extract, extract, split, s.ROW_TOKENS)
                         for split in ("train", "heldout"))
-    d = train.make_drafter(s, None, extract, a.target, samples, torch.device("cpu"), torch.bfloat16)
+    d = train.make_drafter(s, None, a.target, samples, torch.device("cpu"), torch.bfloat16)
     sides = {}
     for name, (step, finished) in (("speculators", theirs(train, s, d, a.target)), ("03_train", ours(train, s, d))):
         sides[name] = SimpleNamespace(step=step, finished=finished, seconds=0.0, tokens=0, losses=[],
                                       plan=train.batches(samples, s, 1))
-        step([samples[i] for i in next(train.batches(samples, s, 1))[0]], 0.0)  # warm, nothing learnt
+        step(next(train.batches(samples, s, 1))[0], 0.0)  # warm, nothing learnt
     while any(side.seconds < a.seconds for side in sides.values()):
         for side in sides.values():
             end = min(side.seconds + a.slice, a.seconds)
             while side.seconds < end:
-                start, row = time.monotonic(), [samples[i] for i in next(side.plan)[0]]
+                start, row = time.monotonic(), next(side.plan)[0]
                 share = min(side.seconds / a.seconds / 0.02 + 0.05,
                             0.5 + 0.5 * math.cos(math.pi * side.seconds / a.seconds))
                 side.step(row, share)

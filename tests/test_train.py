@@ -110,7 +110,7 @@ def tiny_drafter(train, s=SimpleNamespace(MLP_WIDTH=0, SEED=1), dtype=torch.floa
               "intermediate_size": 96}
     chance = torch.Generator().manual_seed(3)
     embed, vocab = torch.randn(V, H, generator=chance), torch.arange(V_draft) + 2
-    config, w = train.new_drafter(config, s, vocab, embed[vocab])
+    config, w, _ = train.new_drafter(config, s, vocab, embed)
     for name, p in w.items():
         w[name] = (p + 0.1 * torch.randn(p.shape, generator=chance)).requires_grad_()
     return SimpleNamespace(
@@ -241,7 +241,7 @@ def test_count_accepted_is_what_serving_counts(train):
     for _ in range(200):
         K, n, P = 3, int(torch.randint(6, 20, (1,), generator=chance)), 3
         right = torch.rand(K, n, generator=chance) < 0.6  # right[k][i]: draft k made at row i
-        hits = [[bool(right[k, i]) and i + 2 + k <= n - 1 for i in range(P - 1, n - 2)] for k in range(K)]
+        hits = [[bool(right[k, i]) and i + 2 + k <= n - 1 for k in range(K)] for i in range(P - 1, n - 2)]
         known, drafts, accepted = P + 1, 0, [0] * K  # the first answer token comes from the prompt
         while known < n:  # vLLM drafts after every token until the last one is out
             drafts, i, new = drafts + 1, known - 2, 0
@@ -279,5 +279,6 @@ def test_vocab_has_specials_ends_and_the_most_frequent(train, tmp_path):
 
 def test_pack_rows_never_overfills_and_keeps_all(train):
     samples = [SimpleNamespace(n=n) for n in (50, 60, 40, 96, 10, 20, 70)]
-    rows = train.pack_rows(samples, range(7), 96)
-    assert sum(rows, []) == list(range(7)) and all(sum(samples[i].n for i in r) <= 96 for r in rows)
+    rows = train.pack_rows(samples, 96)
+    assert sum(rows, []) == samples and all(sum(one.n for one in row) <= 96 for row in rows)
+    assert [len(row) for row in rows] == [1, 1, 1, 1, 2, 1]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import clean_environ
+from conftest import KIT, clean_environ
 from test_train import flags, stored
 
 PROMPTS = ["Name three colours.", "What is the capital of France?", "Count from one to ten.",
@@ -76,7 +76,7 @@ def learn_answers(root, target):
         prompts.append(ids[0].tolist())
         g.append(torch.stack([states[i][0, :-1] for i in LAYERS], 1))
         y.append(last[-1][P:-1])
-        lines.append(json.dumps({"id": text, "prompt_len": P, "token_ids": x[0].tolist()}) + "\n")
+        lines.append({"id": text, "prompt_len": P, "token_ids": x[0].tolist()})
         tokens += x[0].tolist()
         start.append(len(tokens))
         prompt_len.append(P)
@@ -98,7 +98,8 @@ def learn_answers(root, target):
         "counts": {"samples": 8, "heldout_samples": 8}, "files": files}))
     (root / "data" / SOURCE).mkdir()
     for name in ("samples.jsonl", "heldout_samples.jsonl"):
-        (root / "data" / SOURCE / name).write_text("".join(lines))
+        (root / "data" / SOURCE / name).write_text("".join(
+            json.dumps(line | {"id": name + line["id"]}) + "\n" for line in lines))
     (root / "data" / SOURCE / "manifest.json").write_text(json.dumps(facts | {
         "stage": SOURCE, "size": {}, "counts": {"samples": 8, "heldout_samples": 8}}))
     return prompts
@@ -123,8 +124,8 @@ def test_the_other_numbering_is_one_command(stage, target, learned, tmp_path):
     said = stage("03_train", *flags(tmp_path, target=target, drafter=started, **{"max-steps": 1}), env={
         "KIT_TENSOR_PARALLEL": "1", "KIT_ENGINE_ARGS": "--dtype bfloat16 --enforce-eager",
         "KIT_STAGING_GB": "0.5", "KIT_MIN_FREE_GB": "0.1"}).stdout
-    command = re.search("ids one higher: (mkdir .*)", said)[1]
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=clean_environ(), text=True,
+    command = re.search("higher: (mkdir .*)", said)[1]
+    done = subprocess.run(["bash", "-c", command], cwd=KIT, env=clean_environ(), text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
     print(command, done.stdout, sep="\n")
     assert done.returncode == 0, done.stdout[-5000:]
@@ -156,7 +157,7 @@ def test_vllm_drafts_what_03_drafts(load, stage, target, learned, tmp_path):
     assert done.returncode == 0, done.stdout[-5000:]
     seen = torch.load(tmp_path / "seen.pt")
 
-    config, w, vocab = train.read_drafter(run / "drafter", 576, 49152)
+    config, w, vocab = train.read_drafter(run / "drafter", {"hidden_size": 576, "vocab_size": 49152})
     embed, *_ = train.read_target(target)
     d = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32, w=w, vocab=vocab,
                         embed=embed.float())
