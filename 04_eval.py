@@ -46,6 +46,10 @@ STAGE = "04_eval"
 PARITY_GAP, ONE_PASS = 0.05, 0.05  # vLLM against training; least difference that one pass shows
 FIGURES = ["tokens_per_sec", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
            "acceptance_length"]  # of a pass: speed, time to first token, time per later token
+CHARTS = {"speedup": "Speed by requests at once (plain = 1)",
+          "acceptance_by_position": "Share of drafted tokens accepted, by position",
+          "by_category": "Acceptance length by kind of question",
+          "by_context_length": "Acceptance length by tokens of context"}
 CAUSES = ("usual causes: rope, auxiliary layer ids, the draft vocabulary's map, max_position_"
           "embeddings below the serving length, the first answer token")
 LOAD_SEC, SILENCE_SEC, STOP_SEC, GPU_SEC = 3600, 900, 30, 300  # longest waits for a server
@@ -59,10 +63,10 @@ STYLE = """body{margin:auto;max-width:1080px;padding:12px;color:#0f172a;backgrou
 font:16px/1.5 system-ui,sans-serif}article,figure,pre{background:#fff;border:1px solid #e2e8f0;
 border-radius:10px;padding:14px;margin:0 0 14px;overflow:auto;overflow-wrap:anywhere}section{
 display:grid;gap:0 14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr))}
-td{padding:4px 12px 4px 0;border-bottom:1px solid #e2e8f0;overflow-wrap:normal;font-size:.87rem}
-pre{white-space:pre-wrap}b{display:block;font-size:1.8rem}small{color:#475569}img{min-width:800px}
-figure table,img{width:100%}td:has(i){width:55%;white-space:nowrap}i{display:inline-block;
-height:.8em;margin-right:6px;background:#2563eb}mark{background:#bfdbfe}"""
+td{padding:4px 12px 4px 0;border-bottom:1px solid #e2e8f0;font-size:.87rem}pre{white-space:pre-wrap}
+article td{overflow-wrap:normal}b{display:block;font-size:1.8rem}small{color:#475569}
+img{min-width:800px}figure table,img{width:100%}td:has(i){width:55%;white-space:nowrap}
+i{display:inline-block;height:.8em;margin-right:6px;background:#2563eb}mark{background:#bfdbfe}"""
 
 def numbers(text, name, one=r"[1-9]\d*", kind=int):
     """A comma separated setting, sorted, without repeats; exits 2 unless each is like `one`."""
@@ -302,8 +306,8 @@ def build_results(s, plan, drafter, records, training):
     times = "" if first["verdict"] == "none" else f"{first['speedup']:.2f} times "
     return plan | head | {
         "headline": f"{Path(s.TARGET).name} with its drafter is {times}as fast as without it, at "
-                    f"{first['concurrency']} at once", "num_speculative_tokens": k, "by_k": by_k,
-        "advice": [advise(greedy, f"k{k}", c) for c in head["speedup"]], "measurements": rows,
+                    f"{first['concurrency']} at once", "by_k": by_k, "measurements": rows,
+        "advice": [advise(greedy, f"k{k}", c) for c in head["speedup"]],
         "notes": warn(head, gaps, max(r["k"] or 0 for r in records), steps),
         "tokens_per_sec": {c: {"plain": row["plain"], "drafter": row["tokens_per_sec"]}
                            for (name, c), row in greedy.items() if name == f"k{k}"},
@@ -336,9 +340,11 @@ def warn(head, gaps, k, ttt_steps):
          "(TTT_STEPS of 03_train): expect little of the later tokens")) if told]
 
 def bars(title, series):
-    """A <figure> of bars; series: {label: {row: value}}, the labels of one row together."""
+    """A <figure> of bars, those of one row together; series: {label: {row: value} or [value]}."""
+    series = {label: values if isinstance(values, dict) else dict(enumerate(values, 1))
+              for label, values in series.items()}
     cells = [(row, label, values[row]) for row in dict.fromkeys(itertools.chain(*series.values()))
-             for label, values in series.items() if row in values]
+             for label, values in series.items() if values.get(row) is not None]
     most = max([value for _, _, value in cells], default=1)
     return f"<figure><small>{title}</small><table>" + "".join(
         f'<tr><td>{html.escape(str(row))}<td>{label}<td><i style="width:{75 * value / most:.0f}%">'
@@ -354,9 +360,10 @@ def table(columns, rows):
 
 def report(r, curves, about):
     """report.html of results.json, training's curves.png and what is known of this run."""
-    e, each = html.escape, {f"K = {k}": found for k, found in r["by_k"].items()}
-    shares = {name: found["acceptance_by_position"] for name, found in each.items()} | {
-        "training": r["offline_acceptance_by_position"]}
+    e, training = html.escape, {"acceptance_by_position": r["offline_acceptance_by_position"]}
+    each = {f"K = {k}": found for k, found in r["by_k"].items()} | {"training": training}
+    charts = [bars(title, {name: found.get(key, {}) for name, found in each.items()})
+              for key, title in CHARTS.items()]
     tiles = [
         *((f"{z:.2f} ×", text) for z, text in zip(r["speedup"].values(), r["advice"])),
         (f"{r['acceptance_length']:.2f}", "tokens a step of the target (acceptance length) with "
@@ -364,28 +371,21 @@ def report(r, curves, about):
         (f"{r['identical_outputs']} of {r['compared_outputs']}", "greedy answers are identical; "
          f"{r['near_ties']} part at a near tie, {r['faults']} by a fault"),
         *(("Take care", note) for note in r["notes"])]
-    charts = [bars("Speed by requests at once (plain = 1)", {
-                  name: found["speedup"] for name, found in each.items()}),
-              bars("Share of drafted tokens accepted, by position", {
-                  name: dict(enumerate(values, 1)) for name, values in shares.items()}),
-              bars("Acceptance length by kind of question", {"": r["by_category"]}),
-              bars("Acceptance length by tokens of context", {"": r["by_context_length"]})]
-    curves = f'<img alt="curves" src="data:image/png;base64,{base64.b64encode(curves).decode()}">'
-    parts = {"Put it into use": f"<pre>{e(r['serve_command'])}</pre>",
-             "Pictures": f"<section>{''.join(charts)}</section><figure>Training{curves}</figure>",
-             "Each load": table(["name", "concurrency", "temperature", "speedup", "verdict",
-                                 "slowest", "fastest", *FIGURES], r["measurements"]),
-             "Answers; what the drafter wrote is marked": "".join(
-                 f"<pre><small>{e(x['prompt'])}</small>" + "".join(
-                     f"<mark>{e(text)}</mark>" if drafted else e(text)
-                     for text, drafted in x["pieces"]) + "</pre>" for x in r["examples"]),
-             "How it was measured": table(["name", "value"], [
-                 {"name": key, "value": value} for key, value in about.items()])}
+    answers = [f"<pre><small>{e(x['prompt'])}</small>" + "".join(
+        f"<mark>{e(text)}</mark>" if drafted else e(text) for text, drafted in x["pieces"])
+        + "</pre>" for x in r["examples"]]
+    columns = ["name", "concurrency", "temperature", "speedup", "verdict", "slowest", "fastest"]
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">
 <title>{e(r["headline"])}</title><style>{STYLE}</style><h1>{e(r["headline"])}</h1><section>
 {"".join(f"<article><b>{big}</b>{e(text)}</article>" for big, text in tiles)}</section>
-{"".join(f"<h2>{title}</h2>{part}" for title, part in parts.items())}"""
+<h2>Put it into use</h2><pre>{e(r["serve_command"])}</pre>
+<h2>Pictures</h2><section>{"".join(charts)}</section><figure><small>Training</small>
+<img alt="curves" src="data:image/png;base64,{base64.b64encode(curves).decode()}"></figure>
+<h2>Each load</h2>{table(columns + FIGURES, r["measurements"])}
+<h2>Answers; what the drafter wrote is marked</h2>{"".join(answers)}
+<h2>How it was measured</h2>{table(["name", "value"], [
+    {"name": key, "value": value} for key, value in about.items()])}"""
 
 def open_inputs(s):
     """What main() needs of the earlier stages, checked: (name of the run, questions, drafter, plan
@@ -402,22 +402,24 @@ def open_inputs(s):
     target = json.loads((target_dir / "config.json").read_text())
     target |= target.get("text_config", {})
     drafter = (train_dir / "drafter").resolve()
-    for path in drafter, Path(s.SECOND_DRAFTER or drafter):
-        if path.is_dir():  # of a hub id vLLM judges
-            config = json.loads((path / "config.json").read_text())
-            for key in "vocab_size", "hidden_size":
-                if config.get("target_" + key, config[key]) != target[key]:
-                    fail(f"{path} is for another target ({key} {config[key]}, want {target[key]})")
+    for path in filter(Path.is_dir, [drafter, Path(s.SECOND_DRAFTER or drafter)]):
+        config = json.loads((path / "config.json").read_text())
+        for key in "vocab_size", "hidden_size":
+            if (there := config.get("target_" + key, config[key])) != target[key]:
+                fail(f"{path} is for another target ({key} {there}, want {target[key]}); to fix: "
+                     "set TARGET or SECOND_DRAFTER")
     questions = read_questions([Path(name) for name in s.QUESTIONS.split(",") if name]
                                or [asked_dir / "heldout_samples.jsonl"])
     dtype = (re.search(r"--dtype[ =](?!auto)(\S+)|$", s.ENGINE_ARGS)[1]
              or target.get("dtype", target.get("torch_dtype")))
     heats = numbers(s.TEMPERATURES, "TEMPERATURES", r"\d+(?:\.\d+)?", float)
-    plan = {"concurrencies": numbers(s.CONCURRENCIES, "CONCURRENCIES"), "repeats": s.REPEATS,
-            "temperatures": sorted({0.0, *heats}), "dtype": dtype, "questions_per_level":
-            s.QUESTIONS_PER_LEVEL, "max_tokens":
-            s.MAX_TOKENS if s.QUESTIONS else asked["settings"].get("MAX_TOKENS", s.MAX_TOKENS),
-            "near_tie_nats": 0.001 if dtype == "float32" else 0.5, "flags": serve_flags(s)}
+    limit = s.MAX_TOKENS if s.QUESTIONS else asked["settings"].get("MAX_TOKENS", s.MAX_TOKENS)
+    plan = {
+        "num_speculative_tokens": s.NUM_SPECULATIVE_TOKENS, "temperatures": sorted({0.0, *heats}),
+        "concurrencies": numbers(s.CONCURRENCIES, "CONCURRENCIES"), "repeats": s.REPEATS,
+        "questions_per_level": s.QUESTIONS_PER_LEVEL, "max_tokens": limit, "dtype": dtype,
+        "near_tie_nats": 0.001 if dtype == "float32" else 0.5, "plain_again": s.PLAIN_AGAIN,
+        "flags": serve_flags(s)}
     return run, questions, drafter, plan, training, {
         "target": target_id, "03_train": training["id"], "second_drafter": s.SECOND_DRAFTER,
         "drafter": training["files"]["drafter/model.safetensors"]["sha256"][:16], "questions":
@@ -561,7 +563,7 @@ def main():
             with contextlib.nullcontext((url, None)) if url else serving(
                     name, command, path.with_suffix(".log")) as (url, load_sec):
                 print(f"{STAGE}: {name}: ready after {load_sec or 0:.0f} s", flush=True)
-                plain = records[0]["answers"] if records else {}
+                plain = records[0]["answers"] if n else {}
                 record = measure(url, name, n, questions, plan, plain) | {"load_sec": load_sec}
             write_whole(path, record)
         records.append(record)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,8 +21,8 @@ flags = dict(zip(sys.argv[1:], sys.argv[2:]))
 name, fault = flags["--served-model-name"], os.environ.get("FAKE", "")
 k = json.loads(flags.get("--speculative-config", '{"num_speculative_tokens": 0}'))["num_speculative_tokens"]
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-Path = os.environ["FAKE_PIDS"]
-open(Path, "a").write(f"{os.getpid()} {child.pid}\\n")
+open(os.environ["FAKE_PIDS"], "a").write(f"{os.getpid()} {child.pid}\\n")
+print("usage stats:", "off" if os.environ.get("VLLM_NO_USAGE_STATS") == "1" else "on", flush=True)
 if fault == "load" and k:
     print("(APIServer pid=1) ERROR 12-01 10:00:00 [core.py:9] ValueError: no such tensor fc.weight", flush=True)
     child.kill()
@@ -259,6 +260,35 @@ def test_reason_is_the_cause_not_the_wrapper(ev, tmp_path):
     assert ev.reason(log) == "ValueError: no tensor fc.weight"
 
 
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A file that holds the GPU memory in use, which an nvidia-smi of ours tells."""
+    used, command = tmp_path / "used", tmp_path / "bin/nvidia-smi"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\ncat {used}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    used.write_text("500\n500\n")
+    return used
+
+
+def test_waits_for_gpu_memory_but_not_for_ever(ev, tmp_path, gpu, monkeypatch, capsys):
+    (tmp_path / "server.py").write_text(FAKE)
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    command, log = [sys.executable, str(tmp_path / "server.py"), "--model", "x"], tmp_path / "log"
+    assert ev.gpu_memory_mb() == 1000
+    with ev.serving("plain", command, log):
+        gpu.write_text("9000\n9000\n")
+        threading.Timer(2, gpu.write_text, ["500\n500\n"]).start()
+        start = time.monotonic()
+    assert 1.5 < time.monotonic() - start < 10
+    monkeypatch.setattr(ev, "GPU_SEC", 2)
+    with pytest.raises(SystemExit), ev.serving("plain", command, log):
+        gpu.write_text("9000\n9000\n")
+    assert "GPU memory is still in use" in capsys.readouterr().err
+    assert not [pid for pid in (tmp_path / "pids").read_text().split() if alive(pid)]
+
+
 # ---- the stage, with the stand-in ----
 
 def test_stage_measures_and_a_second_run_is_done(box):
@@ -289,6 +319,7 @@ def test_stage_measures_and_a_second_run_is_done(box):
     page = (box.out / "report.html").read_text()
     assert got["serve_command"].split(" '")[0] in page and page.count("<figure>") == 5 and "http" not in page
     assert not box.left() and not [p for p in box.out.rglob("*") if p.name.endswith(".tmp")]
+    assert "usage stats: off" in (box.out / "configs/k3.log").read_text()
     begin = time.monotonic()
     status, text = box.run()
     assert status == 0 and "already done" in text and time.monotonic() - begin < 2
@@ -302,6 +333,8 @@ def test_another_k_is_added_and_other_settings_are_refused(box):
     assert (box.out / "configs/k3.json").stat().st_mtime_ns == before
     status, text = box.run("", "--draft-tokens", "2,3", "--concurrencies", "2")
     assert status == 1 and "concurrencies" in text.lower() and "mv " in text
+    status, text = box.run("", "--draft-tokens", "2,3", "--num-speculative-tokens", "2")
+    assert status == 1 and "num_speculative_tokens" in text and "mv " in text
 
 
 @pytest.mark.parametrize("fault,words", [
@@ -318,7 +351,7 @@ def test_a_server_that_dies_is_told_with_its_reason_and_the_rest_is_kept(box, fa
 
 @pytest.mark.parametrize("number,fault", [
     (signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGKILL, ""),
-    # each server that does not listen to SIGTERM is given 30 s
+    # slow: at the end of the last run each deaf server is given 30 s
     pytest.param(signal.SIGTERM, "deaf", marks=pytest.mark.slow)])
 def test_ended_from_outside_leaves_no_server(box, number, fault):
     child = box.start(fault)
@@ -327,7 +360,9 @@ def test_ended_from_outside_leaves_no_server(box, number, fault):
         time.sleep(0.05)
     time.sleep(0.5)
     child.send_signal(number)
+    start = time.monotonic()
     text = child.communicate(timeout=60)[0]
+    assert time.monotonic() - start < (7 if fault == "deaf" else 3)
     assert child.returncode == (-9 if number == signal.SIGKILL else 128 + number), text
     assert "Traceback" not in text and ("run it again" in text or number == signal.SIGKILL)
     time.sleep(0.5 if number == signal.SIGKILL else 0)
@@ -386,6 +421,10 @@ def test_wrong_inputs_in_one_line(box):
     (drafter / "config.json").write_text(config.replace("2000", "2001"))
     refused("for another target", "2001")
     (drafter / "config.json").write_text(config)
+    published = box.tmp / "published"
+    published.mkdir()
+    (published / "config.json").write_text(config.replace('"hidden_size": 8', '"hidden_size": 16'))
+    refused("published is for another target", "16", flags=["--second-drafter", str(published)])
     heldout = box.data / "01b_generate_synthetic/heldout_samples.jsonl"
     rows = heldout.read_text()
     heldout.write_text("")
