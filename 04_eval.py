@@ -68,11 +68,13 @@ article td{overflow-wrap:normal}b{display:block;font-size:1.8rem}small{color:#47
 img{min-width:800px}figure table,img{width:100%}td:has(i){width:55%;white-space:nowrap}
 i{display:inline-block;height:.8em;margin-right:6px;background:#2563eb}mark{background:#bfdbfe}"""
 
-def numbers(text, name, one=r"[1-9]\d*", kind=int):
-    """A comma separated setting, sorted, without repeats; exits 2 unless each is like `one`."""
-    if not re.fullmatch(f"{one}(,{one})*", text):
-        fail(f"{name} is {text!r}, want numbers like 1,8; to fix: set {name}", 2)
-    return sorted({kind(part) for part in text.split(",")})
+def numbers(text, name, least):
+    """A comma separated setting, sorted, without repeats; exits 2 on what is no number >= least."""
+    with contextlib.suppress(ValueError):
+        values = sorted({type(least)(part) for part in text.split(",")})
+        if values[0] >= least:
+            return values
+    fail(f"{name} is {text!r}, want numbers like 1,8; to fix: set {name}", 2)
 
 def read_questions(files):
     """[{id, category, token_ids or messages}] of files of samples or of questions. Messages end at
@@ -288,42 +290,44 @@ def compare_speed(records):
             len(mine) == 1 and abs(ratio - 1) < ONE_PASS)
         rows.append({
             "name": name, "temperature": load[0], "concurrency": load[1], "passes": len(passes),
-            "plain": statistics.median(base), "slowest": min(mine), "fastest": max(mine),
-            "speedup": ratio, "verdict": "none" if same else ["slower", "faster"][ratio > 1]} | {
+            "slowest": min(mine), "fastest": max(mine), "speedup": ratio,
+            "verdict": "none" if same else "faster" if ratio > 1 else "slower"} | {
             key: passes[0][key] and statistics.median(p[key] for p in passes) for key in FIGURES})
     return rows
 
 def build_results(s, plan, drafter, records, training):
     """results.json. records: of all configurations, plain first; training: its manifest."""
-    k, rows, steps = s.NUM_SPECULATIVE_TOKENS, compare_speed(records), training["num_ttt_steps"]
-    greedy = {(row["name"], str(row["concurrency"])): row for row in rows if not row["temperature"]}
-    by_k = {r["name"].removeprefix("k"): r["results"] | {"speedup": {
-        c: row["speedup"] for (name, c), row in greedy.items() if name == r["name"]}}
+    rows, loads, name = compare_speed(records), collections.defaultdict(dict), Path(s.TARGET).name
+    for row in rows:
+        if not row["temperature"]:
+            loads[str(row["concurrency"])][row["name"]] = row
+    by_k = {r["name"].removeprefix("k"): r["results"] | {
+        "speedup": {c: load[r["name"]]["speedup"] for c, load in loads.items()}}
         for r in records if r["k"]}
-    head, offline = by_k[str(k)], [] if s.QUESTIONS else training["best"]["acceptance_by_position"]
-    gaps = [a - b for a, b in zip(head["acceptance_by_position"], offline)]
-    first = next(row for row in rows if row["name"] == f"k{k}")
+    k, c = f"k{s.NUM_SPECULATIVE_TOKENS}", min(loads, key=int)
+    head, first = by_k[k[1:]], loads[c][k]
     times = "" if first["verdict"] == "none" else f"{first['speedup']:.2f} times "
+    offline = [] if s.QUESTIONS else training["best"]["acceptance_by_position"]
+    gaps = [a - b for a, b in zip(head["acceptance_by_position"], offline)]
     return plan | head | {
-        "headline": f"{Path(s.TARGET).name} with its drafter is {times}as fast as without it, at "
-                    f"{first['concurrency']} at once", "by_k": by_k, "measurements": rows,
-        "advice": [advise(greedy, f"k{k}", c) for c in head["speedup"]],
-        "notes": warn(head, gaps, max(r["k"] or 0 for r in records), steps),
-        "tokens_per_sec": {c: {"plain": row["plain"], "drafter": row["tokens_per_sec"]}
-                           for (name, c), row in greedy.items() if name == f"k{k}"},
+        "headline": f"{name} with its drafter is {times}as fast as without it, at {c} at once",
+        "advice": [advise(load, k) for load in loads.values()],
+        "notes": warn(head, gaps, max(r["k"] or 0 for r in records), training["num_ttt_steps"]),
+        "tokens_per_sec": {c: {"plain": load["plain"]["tokens_per_sec"],
+                               "drafter": load[k]["tokens_per_sec"]} for c, load in loads.items()},
         "offline_acceptance_length": 1 + sum(offline) if offline else None,
         "offline_acceptance_by_position": offline, "parity_gap_by_position": gaps,
         "questions": head["compared_outputs"], "target": s.TARGET, "drafter": str(drafter),
-        "serve_command": shlex.join(["vllm", "serve", s.TARGET, *serve_flags(s, drafter, k)])}
+        "by_k": by_k, "measurements": rows, "serve_command": shlex.join(
+            ["vllm", "serve", s.TARGET, *serve_flags(s, drafter, s.NUM_SPECULATIVE_TOKENS)])}
 
-def advise(greedy, name, c):
-    """A sentence for people: what the drafter `name` does at concurrency c, which one is best there
-    and which slow the server down. greedy: {(name, c): row of compare_speed}."""
-    here = [row for (_, at), row in greedy.items() if at == c]
-    best = min(here, key=lambda row: row["tpot_p50_ms"])
-    slow = [f"{row['name']} ({row['speedup']:.2f})" for row in here if row["verdict"] == "slower"]
-    return ("{concurrency} at once: {speedup:.2f} × the tokens/s, {plain:.1f} became "
-            "{tokens_per_sec:.1f} (difference: {verdict})".format(**greedy[name, c])
+def advise(load, name):
+    """A sentence for people about the rows {name: row} of one load: what the drafter `name` does,
+    which one is best, and which slow the server down."""
+    best = min(load.values(), key=lambda row: row["tpot_p50_ms"])
+    slow = [f"{n} ({row['speedup']:.2f})" for n, row in load.items() if row["verdict"] == "slower"]
+    return ("{concurrency} at once: {speedup:.2f} × the tokens/s, {:.1f} became {tokens_per_sec:.1f} "
+            "(difference: {verdict})".format(load["plain"]["tokens_per_sec"], **load[name])
             + "; best is {name}, {tpot_p50_ms:.1f} ms a token, {speedup:.2f} ×".format(**best)
             + f"; slower than plain: {', '.join(slow)}" * bool(slow))
 
@@ -412,14 +416,13 @@ def open_inputs(s):
                                or [asked_dir / "heldout_samples.jsonl"])
     dtype = (re.search(r"--dtype[ =](?!auto)(\S+)|$", s.ENGINE_ARGS)[1]
              or target.get("dtype", target.get("torch_dtype")))
-    heats = numbers(s.TEMPERATURES, "TEMPERATURES", r"\d+(?:\.\d+)?", float)
     limit = s.MAX_TOKENS if s.QUESTIONS else asked["settings"].get("MAX_TOKENS", s.MAX_TOKENS)
     plan = {
-        "num_speculative_tokens": s.NUM_SPECULATIVE_TOKENS, "temperatures": sorted({0.0, *heats}),
-        "concurrencies": numbers(s.CONCURRENCIES, "CONCURRENCIES"), "repeats": s.REPEATS,
-        "questions_per_level": s.QUESTIONS_PER_LEVEL, "max_tokens": limit, "dtype": dtype,
-        "near_tie_nats": 0.001 if dtype == "float32" else 0.5, "plain_again": s.PLAIN_AGAIN,
-        "flags": serve_flags(s)}
+        "concurrencies": numbers(s.CONCURRENCIES, "CONCURRENCIES", 1), "repeats": s.REPEATS,
+        "temperatures": numbers("0," + s.TEMPERATURES, "TEMPERATURES", 0.0), "max_tokens": limit,
+        "num_speculative_tokens": s.NUM_SPECULATIVE_TOKENS, "plain_again": s.PLAIN_AGAIN,
+        "questions_per_level": s.QUESTIONS_PER_LEVEL, "flags": serve_flags(s), "dtype": dtype,
+        "near_tie_nats": 0.001 if dtype == "float32" else 0.5}
     return run, questions, drafter, plan, training, {
         "target": target_id, "03_train": training["id"], "second_drafter": s.SECOND_DRAFTER,
         "drafter": training["files"]["drafter/model.safetensors"]["sha256"][:16], "questions":
@@ -543,7 +546,7 @@ def main():
     s, start = settings(), time.monotonic()
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
         signal.signal(number, leave)
-    k, ks = s.NUM_SPECULATIVE_TOKENS, numbers(s.DRAFT_TOKENS, "DRAFT_TOKENS")
+    k, ks = s.NUM_SPECULATIVE_TOKENS, numbers(s.DRAFT_TOKENS, "DRAFT_TOKENS", 1)
     run, questions, drafter, plan, training, inputs = open_inputs(s)
     todo = [("plain", None, None)] + [(f"{prefix}{n}", n, path) for prefix, path in (
         ("k", drafter), ("second-k", s.SECOND_DRAFTER)) if path for n in sorted({k, *ks})]

@@ -203,8 +203,7 @@ def test_advice_names_the_best_k_and_the_slow_one(ev):
         {"name": "plain", "k": None, "passes": [one_pass(20, tpot=50), one_pass(100, 0, 8, 80)]},
         {"name": "k1", "k": 1, "passes": [one_pass(25, tpot=40), one_pass(60, 0, 8, 130)]},
         {"name": "k3", "k": 3, "passes": [one_pass(24, tpot=42), one_pass(90, 0, 8, 90)]}])
-    greedy = {(row["name"], str(row["concurrency"])): row for row in rows}
-    first, second = ev.advise(greedy, "k3", "1"), ev.advise(greedy, "k3", "8")
+    first, second = (ev.advise({row["name"]: row for row in rows if row["concurrency"] == c}, "k3") for c in (1, 8))
     assert "1 at once: 1.20 ×" in first and "20.0 became 24.0" in first and "best is k1" in first and "1.25 ×" in first
     assert "0.90 ×" in second and "best is plain" in second and "k1 (0.60)" in second and "k3 (0.90)" in second
 

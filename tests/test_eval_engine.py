@@ -246,31 +246,35 @@ def test_a_disk_that_fills_leaves_nothing_half_written(box, servers):
 
 # a timing on 2 cores is only worth something on a quiet machine
 @pytest.mark.slow
-def test_tokens_per_sec_agree_with_vllms_benchmark(server, load):
+def test_tokens_per_sec_agree_with_vllms_benchmark(target, load, tmp_path, monkeypatch):
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
     ev, concurrency, max_tokens = load("04_eval"), 8, 96
-    model = ev.served_model(server)
-    questions = [{"token_ids": ev.call(server + "/tokenize", model=model, messages=[
-        {"role": "user", "content": f"Tell me about the number {i} and what people use it for."}]).json()["tokens"]}
-        for i in range(16)]
+    for name, value in clean_environ().items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--dtype",
+               "bfloat16", "--enforce-eager", "--max-model-len", "2048", "--no-enable-prefix-caching"]
 
-    def ours():
-        return ev.run_pass(server, model, questions, 0, concurrency, max_tokens)[1]["tokens_per_sec"]
+    def ours(url, questions):
+        return ev.run_pass(url, "plain", questions, 0, concurrency, max_tokens)[1]["tokens_per_sec"]
 
-    def theirs(salt):
+    def theirs(url, questions):
         requests = [SampleRequest(prompt=q["token_ids"], prompt_len=len(q["token_ids"]),
                                   expected_output_len=max_tokens) for q in questions]
         return asyncio.run(benchmark(
-            task_type=TaskType.GENERATION, endpoint_type="openai", api_url=server + "/v1/completions",
-            base_url=server, model_id=model, model_name=model, tokenizer=None, input_requests=requests,
+            task_type=TaskType.GENERATION, endpoint_type="openai", api_url=url + "/v1/completions",
+            base_url=url, model_id="plain", model_name="plain", tokenizer=None, input_requests=requests,
             logprobs=None, request_rate=float("inf"), burstiness=1.0, disable_tqdm=True, num_warmups=0,
             profile=False, selected_percentile_metrics=["ttft"], selected_percentiles=[50.0], ignore_eos=False,
             goodput_config_dict={}, max_concurrency=concurrency, lora_modules=None, extra_headers=None,
-            extra_body={"temperature": 0, "cache_salt": salt}, ready_check_timeout_sec=0))["output_throughput"]
+            extra_body={"temperature": 0}, ready_check_timeout_sec=0))["output_throughput"]
 
-    ours()
-    pairs = [(ours(), theirs(f"b{i}")) for i in range(4)]
+    with ev.serving("plain", command, tmp_path / "log") as (url, _):
+        questions = [{"token_ids": ev.call(url + "/tokenize", model="plain", messages=[
+            {"role": "user", "content": f"Tell me about the number {i} and what people use it for."}]
+            ).json()["tokens"]} for i in range(16)]
+        ours(url, questions)
+        pairs = [(ours(url, questions), theirs(url, questions)) for _ in range(4)]
     ratio = statistics.median(a / b for a, b in pairs)
     print("tokens/s ours, vLLM's:", pairs, "median ratio", ratio)
     assert 0.97 < ratio < 1.03, pairs
