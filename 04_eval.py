@@ -326,8 +326,8 @@ def advise(load, name):
     which one is best, and which slow the server down."""
     best = min(load.values(), key=lambda row: row["tpot_p50_ms"])
     slow = [f"{n} ({row['speedup']:.2f})" for n, row in load.items() if row["verdict"] == "slower"]
-    return ("{concurrency} at once: {speedup:.2f} × the tokens/s, {:.1f} became {tokens_per_sec:.1f} "
-            "(difference: {verdict})".format(load["plain"]["tokens_per_sec"], **load[name])
+    return ("{concurrency} at once: {speedup:.2f} × the tokens/s, {:.1f} became "
+            "{tokens_per_sec:.1f} ({verdict})".format(load["plain"]["tokens_per_sec"], **load[name])
             + "; best is {name}, {tpot_p50_ms:.1f} ms a token, {speedup:.2f} ×".format(**best)
             + f"; slower than plain: {', '.join(slow)}" * bool(slow))
 
