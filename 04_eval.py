@@ -428,6 +428,11 @@ def open_inputs(s):
         "drafter": training["files"]["drafter/model.safetensors"]["sha256"][:16], "questions":
         hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]}
 
+def leave(number, _):
+    """Signal handler: unwind, so that every server is ended, and say how to go on."""
+    ENDED_BY.append(number)
+    fail("stopped; what is measured is kept; to continue: run it again", 128 + number)
+
 # ---- plumbing: identical in every stage, compared by tests/test_contracts.py --------------------
 def fail(message, status=1):
     """End the stage with a line like `stage: what is wrong (got X, want Y); to fix: command`."""
@@ -536,11 +541,6 @@ def find_model(name):
     config += index.read_bytes() if index.exists() else b""
     return directory, hashlib.sha256(config).hexdigest()[:16]
 
-
-def leave(number, _):
-    """Signal handler: unwind, so that every server is ended, and say how to go on."""
-    ENDED_BY.append(number)
-    fail("stopped; what is measured is kept; to continue: run it again", 128 + number)
 
 def main():
     s, start = settings(), time.monotonic()
