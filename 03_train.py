@@ -8,8 +8,8 @@
 Reads   $DATA/02_extract/; of TARGET config.json, embedding, head and final norm; DRAFTER.
 Writes  $DATA/03_train/RUN/: drafter/ (the best so far, bf16, for vLLM), metrics.jsonl (a line a
         step and an evaluation), curves.png, checkpoints/ (f32 weights and moments).
-Costs   Kimi-K2.5, 1.19B parameters, ROW_TOKENS 8192: f32 weights 4.8 GB, gradients and moments 7.7,
-        bf16 copies 4.3, embedding and head 2.8, four TTT steps 16, logits 1: 37 GB of a GPU.
+Costs   Kimi-K2.5, 1.19B parameters, ROW_TOKENS 8192: f32 weights 3.8 GB, gradients and moments 7.7,
+        bf16 copies 3.8, embedding and heads 3.3, four TTT steps 16, logits 1: 36 GB of a GPU.
 Prints  03_train: step 200, held out: acceptance length 1.712, by position 0.441 0.189 0.082
 Shapes  R keys and C drafting rows of a packed row, K steps of training-time test (TTT, DESIGN's
         "The drafter", arXiv 2503.01840), hidden size H, head D, draft vocabulary V.
@@ -168,7 +168,7 @@ def drafter_shapes(config):
 def drafter_states(d, row, steps):
     """The drafter over a row, as vLLM computes it: per TTT step the normed states [C, H] that the
     head reads. Step k has the true token k further on, its own last state, position + k."""
-    w = {name.split(".")[-2]: p.to(d.dtype) for name, p in d.w.items() if name != "lm_head.weight"}
+    w = {name.split(".")[-2]: p.to(d.dtype) for name, p in d.w.items()}
     D, eps = d.config["head_dim"], d.config["rms_norm_eps"]
     norm = lambda x, name: F.rms_norm(x, x.shape[-1:], w[name], eps)
     heads = lambda x, name: F.linear(x, w[name]).unflatten(1, (-1, D)).transpose(0, 1)
@@ -185,8 +185,7 @@ def drafter_states(d, row, steps):
         own.append((turned(heads(both, "k_proj"), position), heads(both, "v_proj")))
         if step == 0:  # every position is a key, but only drafting rows go on
             both, hidden, position = (t[row["chain"]] for t in (both, hidden, position))
-        q = turned(heads(both, "q_proj"), position) * D ** -0.5
-        out = attend(q, *own[0], own[1:], row)
+        out = attend(turned(heads(both, "q_proj"), position) * D ** -0.5, *own[0], own[1:], row)
         hidden = hidden + F.linear(out.transpose(0, 1).flatten(1), w["o_proj"])
         x = norm(hidden, "post_attention_layernorm")
         x = F.silu(F.linear(x, w["gate_proj"])) * F.linear(x, w["up_proj"])
@@ -195,43 +194,41 @@ def drafter_states(d, row, steps):
         token, position = row["next"][:, step].clamp(0), position + 1
     return states
 
-def loss_and_gradient(d, row, states, weights):
+def loss_and_gradient(d, row, weights):
     """Sums over a row's trained positions [2, K]: soft cross-entropy with the target over the draft
     vocabulary; right drafts. Adds the gradient of weights times the loss to d.w's, by chunks."""
-    K, head = len(states), d.w["lm_head.weight"].to(d.dtype)
-    y, sums = F.pad(row["y"], (0, 0, 0, K)), torch.zeros(2, K, dtype=torch.float64, device=d.device)
-    parts = [[x.detach().requires_grad_() for x in state.split(CHUNK)] for state in states]
-    for first, *chunk in zip(range(0, len(y), CHUNK), *parts):
-        right = row["next"][first:first + CHUNK]
-        teacher = F.rms_norm(y[first:first + len(right) + K - 1], y.shape[-1:], d.norm, d.eps)
+    K, y = len(weights), F.pad(row["y"], (0, 0, 0, len(weights)))
+    states, sums = drafter_states(d, row, K), torch.zeros(2, K, dtype=torch.double, device=d.device)
+    grads = [torch.empty_like(state) for state in states]
+    for first, right in zip(range(0, len(y), CHUNK), row["next"].split(CHUNK)):
+        teacher = F.rms_norm(y[first:first + len(right) + K - 1], d.norm.shape, d.norm, d.eps)
         teacher = F.linear(teacher, d.head).float().softmax(-1)  # [chunk + K - 1, V]
-        for k, x in enumerate(chunk):
-            logits, p, inside = F.linear(x, head), teacher[k:k + len(x)], right[:, k] >= 0
-            z = logits.detach().float()
-            q, (most, drafted) = z.softmax(-1), z.max(-1)
+        for k, state in enumerate(states):
+            z = F.linear(state.detach()[first:first + CHUNK], d.lm_head).float()  # [chunk, V]
+            p, inside, (most, drafted) = teacher[k:k + len(z)], right[:, k] >= 0, z.max(-1)
+            q = z.softmax(-1)
             loss = most - q.amax(-1).log() - torch.linalg.vecdot(p, z)  # lse(z) - p z
             sums[:, k] += torch.stack([loss * inside, d.vocab[drafted] == right[:, k]]).sum(1)
             share = (inside * weights[k]).to(d.dtype)[:, None]
-            logits.backward(q.sub_(p).to(d.dtype).mul_(share))
-    torch.autograd.backward(states, [torch.cat([x.grad for x in part]) for part in parts])
+            grads[k][first:first + CHUNK] = (q.sub_(p).to(d.dtype) @ d.lm_head) * share
+    torch.autograd.backward(states, grads)
     return sums
 
 def count_accepted(hits):
     """The steps (row, accepted) of serving an answer; hits[a][k]: draft k of row a is right."""
-    steps, row = [], 0
+    row = 0
     while row < len(hits):
-        steps.append((row, (hits[row] + [False]).index(False)))
-        row += steps[-1][1] + 1
-    return steps
+        yield row, (accepted := (hits[row] + [False]).index(False))
+        row += accepted + 1
 
 def evaluate(d, samples, s, rank=0, world=1):
     """Offline acceptance: the ratios of vLLM's counters, overall and by context length."""
-    K, head = s.NUM_SPECULATIVE_TOKENS, d.w["lm_head.weight"].detach().to(d.dtype)
+    K = s.NUM_SPECULATIVE_TOKENS
     tally = torch.zeros(len(EDGES) + 1, K + 1, device=d.device)  # drafts by context and accepted
     for packed in pack_rows(sorted(samples[rank::world], key=lambda one: one.n), s.ROW_TOKENS):
         row = to_device(load_row(packed, K), d)
         with torch.no_grad():
-            drafts = [torch.cat([F.linear(x, head).argmax(-1) for x in state.split(CHUNK)])
+            drafts = [torch.cat([F.linear(x, d.lm_head).argmax(-1) for x in state.split(CHUNK)])
                       for state in drafter_states(d, row, K)]
         hits = d.vocab[torch.stack(drafts, 1)] == row["next"]  # [C, K]
         parts = (t.cpu().split(row["rows"]) for t in (hits, row["position"][row["chain"]]))
@@ -258,7 +255,7 @@ def find_drafter(name, data):
     lock of its pid file; exits with the download's error where it is not whole then."""
     here, log = data / "drafter", data / "logs/drafter_download.log"
     note, pid = here / ".download.json", here / ".download.pid"
-    if (Path(name) / "config.json").exists():
+    if Path(name).is_dir():
         return Path(name)
     note = json.loads(note.read_text()) if note.exists() else {"repo": name, "total": 1}
     size = lambda pattern: sum(path.stat().st_size for path in here.glob(pattern))
@@ -287,7 +284,7 @@ def check_drafter(config, tensors):
     assert chosen.equal(tensors.get("t2d", chosen).bool()), "t2d names other tokens than d2t"
     return vocab
 
-def read_drafter(directory, target):
+def read_drafter(directory, target, layer_ids):
     """A published drafter, checked: (config, {name: f32 tensor}, target ids of its vocabulary)."""
     try:
         given = json.loads((directory / "config.json").read_text())
@@ -299,6 +296,8 @@ def read_drafter(directory, target):
             assert given[key] == target[key], f"{key} is {given[key]}, want {target[key]}"
         odd = [key for key in ODD if given.get(key)] + [rope] * (rope.get("factor", 1) != 1)
         assert not odd, f"it has {odd}"
+        ids = sorted(given.get(IDS) or given.get("eagle_config", {}).get(IDS) or layer_ids)
+        assert layer_ids in (ids, [i + 1 for i in ids]), f"it reads layers {ids}, not {layer_ids}"
         w = {name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor for path in
              directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
         w.pop("embed_tokens.weight", None)  # the target's is shared
@@ -331,30 +330,32 @@ def new_drafter(target, s, vocab, head):
     chance = torch.Generator().manual_seed(s.SEED)
     w = {name: torch.randn(shape, generator=chance) * shape[1] ** -0.5 if shape[1:]
          else torch.ones(shape) for name, shape in drafter_shapes(config).items()}
-    return config, w | {"lm_head.weight": head[vocab].float()}, vocab
+    return config, w | {"lm_head.weight": head[vocab]}, vocab
 
-def make_drafter(s, start, directory, samples, device, dtype):
+def make_drafter(s, start, layer_ids, directory, samples, device, dtype):
     """The drafter before the first step, its facts and those of the target that it needs."""
     target = json.loads((directory / "config.json").read_text())
     target, (embed, norm, head) = target.get("text_config", target), read_target(directory)
     answers = (one.file.get_slice("token_ids")[one.t + one.P:one.t + one.n] for one in samples)
     counts = torch.cat([*answers]).bincount(minlength=target["vocab_size"])
-    config, w, vocab = read_drafter(start, target) if start else new_drafter(
+    config, w, vocab = read_drafter(start, target, layer_ids) if start else new_drafter(
         target, s, choose_vocab(counts.clone(), s.DRAFT_VOCAB, directory), head)
     coverage = float(counts[vocab].sum() / counts.sum())
     print(f"{STAGE}: {len(samples):,} samples; a draft vocabulary of {len(vocab):,} covers "
           f"{coverage:.2%} of the tokens in their answers; {dtype} on {device}", flush=True)
-    w = {name: t.to(device).requires_grad_(name != "lm_head.weight") for name, t in w.items()}
+    lm_head = w.pop("lm_head.weight").to(device, dtype)  # frozen, so without a master in f32
+    w = {name: tensor.to(device).requires_grad_() for name, tensor in w.items()}
     embed, norm, head = (t.to(device, dtype) for t in (embed, norm, head[vocab]))
     return Namespace(
-        config=config, w=w, vocab=vocab.to(device), coverage=coverage, embed=embed, norm=norm,
-        head=head, device=device, dtype=dtype, eps=target["rms_norm_eps"],
+        config=config, w=w, lm_head=lm_head, vocab=vocab.to(device), coverage=coverage, embed=embed,
+        norm=norm, head=head, device=device, dtype=dtype, eps=target["rms_norm_eps"],
         max_len=target["max_position_embeddings"])
 
 def export(directory, d, layer_ids, target, figures):
     """Write drafter/ for vLLM, checked before and compared after: bf16, offsets in d2t."""
     vocab, size, K = d.vocab.cpu(), d.config["vocab_size"], len(figures["acceptance_by_position"])
-    tensors = {name: p.detach().to("cpu", torch.bfloat16) for name, p in d.w.items()}
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16)
+               for name, tensor in (d.w | {"lm_head.weight": d.lm_head}).items()}
     if len(vocab) < size:
         tensors |= {"d2t": vocab - torch.arange(len(vocab)),
                     "t2d": torch.zeros(size, dtype=torch.bool).index_fill(0, vocab, True)}
@@ -375,17 +376,16 @@ Offline, on held-out answers:\n\n```json\n{json.dumps(figures, indent=1)}\n```\n
 
 def start_processes(choice):
     """(processes, device, dtype of matrix products): bf16, but f32 on a CPU that has none of it."""
-    world, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
+    world, cuda = int(os.getenv("WORLD_SIZE", 1)), choice != "cpu" and torch.cuda.is_available()
     cuda or choice != "cuda" or fail("DEVICE is cuda, torch sees none; to fix: set DEVICE to auto")
-    cuda = cuda and choice != "cpu"
     cuda and torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     world > 1 and torch.distributed.init_process_group("nccl" if cuda else "gloo")
     fast = cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return world, torch.device(["cpu", "cuda"][cuda]), torch.bfloat16 if fast else torch.float32
 
 def make_optimizers(w):
-    """AdamW for the norms, Muon for the layer's matrices, moments made; the head is frozen."""
-    norms, matrices = ([p for p in w.values() if p.requires_grad and p.ndim == n] for n in (1, 2))
+    """AdamW for the norms, Muon for the layer's matrices, with their moments made."""
+    norms, matrices = ([p for p in w.values() if p.ndim == n] for n in (1, 2))
     made = [torch.optim.AdamW(norms, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
             torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
     made[0].state |= {p: {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
@@ -402,15 +402,13 @@ def train_step(d, optimizers, loaded, lr, s, world):
     share, counts, sums = share / share.sum(), counts.cpu(), 0
     assert counts.min() > 0, f"a batch without a trained position: {counts}"
     for row in (to_device(row, d) for row in loaded):
-        states = drafter_states(d, row, s.TTT_STEPS)
-        sums += loss_and_gradient(d, row, states, (share / counts).tolist())
-    params = [p for p in d.w.values() if p.requires_grad]
-    for tensor in [sums, *(p.grad for p in params)] if world > 1 else []:
+        sums += loss_and_gradient(d, row, (share / counts).tolist())
+    for tensor in [sums, *(p.grad for p in d.w.values())] if world > 1 else []:
         wire = tensor.bfloat16() if tensor.is_cuda and tensor is not sums else tensor
         torch.distributed.all_reduce(wire)
         tensor.copy_(wire)
     loss, hits = sums.cpu() / counts
-    norm = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
+    norm = float(torch.nn.utils.clip_grad_norm_(d.w.values(), 1.0))
     finite = math.isfinite(float(loss.sum()) + norm)
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] = lr
@@ -488,8 +486,8 @@ def train(run, samples, heldout):
         signal.signal(number, lambda number, frame: stop.append(number))
     optimizers, log = make_optimizers(d.w), run.out / "metrics.jsonl"
     moments = {p: facts for optimizer in optimizers for p, facts in optimizer.state.items()}
-    tensors = {f"{key} {name}": t for name, p in d.w.items() if p in moments
-               for key, t in {"weight": p.detach(), **moments[p]}.items()}  # all that changes
+    tensors = {f"{key} {name}": t for name, p in d.w.items()  # all that changes
+               for key, t in {"weight": p.detach(), **moments[p]}.items()}
     state = load_checkpoint(run.out / "checkpoints", tensors)
     if rank == 0:  # drop a torn last line, and what came after the checkpoint
         old = open(log).readlines() if log.exists() and state["best"] else []
@@ -648,6 +646,8 @@ def main():
     if extract["inputs"]["target"] != target_id:
         fail(f"02_extract is of another target than TARGET, {target_id}; to fix: set TARGET to it")
     start = s.DRAFTER and find_drafter(s.DRAFTER, data)
+    if start and not (start / "config.json").exists():
+        fail(f"no config.json in {start}; to fix: set DRAFTER to a drafter's directory")
     s.LEARNING_RATE = s.LEARNING_RATE or (5e-5 if start else 1e-2)
     out = data / STAGE / (s.RUN or f"n{extract['counts']['samples']}")
     if rank == 0:
@@ -663,7 +663,7 @@ def main():
     world, device, dtype = start_processes(s.DEVICE)
     samples, heldout = (read_shards(data / "02_extract", extract, split, s.ROW_TOKENS)
                         for split in ("train", "heldout"))
-    d = make_drafter(s, start, directory, samples, device, dtype)
+    d = make_drafter(s, start, extract["layer_ids"], directory, samples, device, dtype)
     run = Namespace(s=s, d=d, out=out, extract=extract, start=start, rank=rank, world=world)
     try:
         state = train(run, samples, heldout)

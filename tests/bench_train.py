@@ -77,7 +77,8 @@ def theirs(train, s, d, directory):
         theta = getattr(verifier, "rope_parameters", {}).get("rope_theta", 1e4)
         config = d.config | {"rope_theta": theta, "rms_norm_eps": verifier.rms_norm_eps}
         return SimpleNamespace(**vars(d) | {
-            "w": {name: got[name].detach() for name in d.w}, "config": config})
+            "w": {name: got[name].detach() for name in d.w}, "config": config,
+            "lm_head": got["lm_head.weight"].detach().to(d.dtype)})
     return step, finished
 
 
@@ -103,7 +104,7 @@ def main():
     extract = json.loads((a.extract / "manifest.json").read_text())
     samples, heldout = (train.read_shards(a.extract, extract, split, s.ROW_TOKENS)
                         for split in ("train", "heldout"))
-    d = train.make_drafter(s, None, a.target, samples, torch.device("cpu"), torch.bfloat16)
+    d = train.make_drafter(s, None, extract["layer_ids"], a.target, samples, torch.device("cpu"), torch.bfloat16)
     sides = {}
     for name, (step, finished) in (("speculators", theirs(train, s, d, a.target)), ("03_train", ours(train, s, d))):
         sides[name] = SimpleNamespace(step=step, finished=finished, seconds=0.0, tokens=0, losses=[],

@@ -16,6 +16,9 @@ from test_preflight import Hub, box, ended, serve  # noqa: F401
 from test_train import H, ONE_THREAD, V, data, finished, flags, run, train  # noqa: F401
 
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
 @pytest.fixture
 def root(finished, tmp_path):  # noqa: F811
     """A target and its states, without a 03_train."""
@@ -61,9 +64,11 @@ def test_bad_drafters_are_named(finished, root, run):  # noqa: F811
         "vocabulary": (w, {"vocab_size": 301}, "vocab_size is 301, want 300"),
         "odd": (w, {"norm_before_residual": True}, "norm_before_residual"),
         "scaled": (w, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        "layers": (w, {IDS: [1, 4, 6]}, "it reads layers [1, 4, 6], not [2, 4, 5]"),
+        "nested": (w, {IDS: None, "eagle_config": {IDS: [2, 3, 4]}}, "it reads layers [2, 3, 4]"),
         "no-heads": (w, {"num_attention_heads": None}, "num_attention_heads"),
         "torn": (b"torn", {}, "to fix"),
-        "nothing": (None, None, "no whole drafter"),
+        "nothing": (None, None, "no config.json in"),
         "empty": (None, {}, "is None, want")}
     for name, (tensors, changed, message) in broken.items():
         given = root / name

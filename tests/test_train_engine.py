@@ -157,7 +157,7 @@ def test_vllm_drafts_what_03_drafts(load, stage, target, learned, tmp_path):
     assert done.returncode == 0, done.stdout[-5000:]
     seen = torch.load(tmp_path / "seen.pt")
 
-    config, w, vocab = train.read_drafter(run / "drafter", {"hidden_size": 576, "vocab_size": 49152})
+    config, w, vocab = train.read_drafter(run / "drafter", {"hidden_size": 576, "vocab_size": 49152}, LAYERS)
     embed, *_ = train.read_target(target)
     d = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32, w=w, vocab=vocab,
                         embed=embed.float())
