@@ -185,7 +185,7 @@ def test_healthy_cpu_box(box, mount):
     found = box.run(KIT_WRITE_TEST_GB=0.05)
     assert box.status == 0 and set(levels(found).values()) == {"ok"}, box.out
     assert {"settings", "software", "mount", "write speed", "there", "model", "data", "server",
-            "gpus", "memory", "drafter", "space"} == set(found)
+            "gpus", "memory", "drafter", "space", "training"} == set(found)
     assert tree(box.data) == ["logs", "logs/preflight.json"]  # and the test file is gone
     after = {path for folder in (box.kit, box.kit / "tests") for path in folder.iterdir()}
     assert after == before
@@ -262,7 +262,7 @@ def test_write_speed_by_either_tool(box, tool):
     elif not shutil.which("fio"):
         pytest.skip("fio is not installed")
     level, message, _ = box.run(KIT_WRITE_TEST_GB=0.05)["write speed"][0]
-    assert level == "ok" and message.endswith("(fio)" if tool == "fio" else "(direct)"), message
+    assert level == "ok" and message.endswith(f"({tool})"), message
     assert box.json["box"]["write_mbs"] > 1 and box.json["box"]["read_mbs"] > 1
     assert tree(box.data) == ["logs", "logs/preflight.json"]
 
@@ -333,9 +333,8 @@ def test_stopped_while_it_writes_it_leaves_nothing(box, number, tool):
     out = process.communicate(timeout=20)[0]
     assert process.returncode == 130 and "run it again" in out and "Traceback" not in out
     assert tree(box.data) == ["logs"]
-    left = subprocess.run(["ps", "-o", "pid=", "-s", str(process.pid)], capture_output=True,
-                          text=True)
-    assert left.stdout.split() == []
+    left = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+    assert f".write_test.{process.pid}.tmp" not in left
 
 
 def test_results_leftovers_and_another_run(box):
@@ -385,6 +384,19 @@ def test_more_gpu_faults(box):
     assert "driver 570.1.05 is too old for torch's CUDA 13" in lines
 
 
+@pytest.mark.parametrize("mask, want, level", [
+    ("0,1", 2, "ok"), ("1,0", 2, "ok"), ("GPU-0a,GPU-1a", 2, "ok"), ("5", 1, "FAIL"),
+    ("", 1, "FAIL"), ("-1", 1, "FAIL"), ("0,1", 3, "FAIL")])
+def test_a_gpu_that_is_masked_is_not_looked_at(box, mask, want, level):
+    """Somebody else has GPU 5: it is in the way only of a run that may see it."""
+    box.smi("\\n".join(GPU.format(i=i, free=20000 if i == 5 else 97000) for i in range(8)),
+            "4711, python3, 76000")
+    env = box.gpu_env() | {"CUDA_VISIBLE_DEVICES": mask, "KIT_TENSOR_PARALLEL": want}
+    found = box.run(**env)
+    assert found["gpus"][0][0] == level, box.out
+    assert ("4711" in found["gpus"][0][1]) == (mask == "5")
+
+
 # ---- the model and the data set -----------------------------------------------------------------
 def test_model_faults(box):
     one, two, three = sorted(box.target.glob("*.safetensors"))
@@ -408,7 +420,7 @@ def test_model_faults(box):
     message = box.run(KIT_DATASET="no/such-set", HF_ENDPOINT=box.url)["model"][0][1]
     assert f"{one.name} lacks model.layers.9.w" in message and "no chat template" in message
     assert f"{two.name} has no readable header" in message
-    assert "FAIL  data: no/such-set is neither here nor to be had from the hub" in box.out
+    assert "FAIL  data: no/such-set is neither here nor on the hub" in box.out
     box.run(KIT_TARGET="some/model", HF_HUB_CACHE=box.tmp / "empty")
     assert "FAIL  model: some/model is not on this box" in box.out
     assert "hf download some/model" in box.out
@@ -440,19 +452,67 @@ def test_data_set_and_settings_faults(box):
     torn.write_bytes(b"PAR1 and no more")
     box.run(KIT_DATASET=torn, KIT_EPOCHS="many")
     assert "FAIL  data:" in box.out and "FAIL  settings:" in box.out and "--epochs" in box.out
+    found = box.run(KIT_DATASET=torn)["data"][0]
+    assert found[0] == "FAIL" and "is no whole parquet file" in found[1]
 
 
-def test_data_set_on_the_hub(box, serve):
-    """Rows are known from its card, before anything is copied."""
-    card = {"dataset_info": {"splits": [{"name": "train", "num_examples": 5000}]}}
+def feature(name, *fields, dtype="string"):
+    """A column as `datasets` writes it into a data set's card."""
+    return {"name": name} | ({"list": [{"name": field, "dtype": "string"} for field in fields]}
+                             if fields else {"dtype": dtype})
+
+
+@pytest.mark.parametrize("features, rows, level, message", [
+    ([feature("conversations", "from", "value"), feature("source")], 5000, "ok", "5,000 rows by its"),
+    ([feature("messages", "role", "content")], 0, "ok", "0 rows by its card"),
+    ([feature("messages", "content", "role")], 5000, "ok", "5,000 rows"),
+    ([feature("prompt")], 5000, "ok", "5,000 rows"),
+    ([feature("conversations", "from", "value")], 900, "FAIL", "900 rows by its card, 1,020 needed"),
+    ([feature("instruction"), feature("output")], 5000, "FAIL", "columns instruction, output hold no"),
+    ([feature("conversations", "speaker", "text")], 5000, "FAIL", "columns conversations hold no"),
+    ([feature("conversations")], 5000, "FAIL", "columns conversations hold no conversations"),
+    ([], 5000, "warn", "its card names no columns"),
+])
+def test_data_set_on_the_hub(box, serve, features, rows, level, message):
+    """Rows and columns are known from its card, before anything is copied."""
+    card = {"dataset_info": {"features": features, "splits": [
+        {"name": "train", "num_examples": rows}]}}
     env = {"KIT_DATASET": "some/set", "HF_ENDPOINT": serve({"/api/datasets/some/set": (200, {
         "id": "some/set", "sha": "b" * 40, "siblings": [], "cardData": card})})}
+    found = box.run(**env, KIT_NUM_SAMPLES=1000)["data"]
+    assert found[0][0] == level and message in found[0][1]
+
+
+def test_configurations_of_a_data_set_on_the_hub(box, serve):
+    one = {"features": [feature("prompt")], "splits": [{"name": "train", "num_examples": 700}]}
+    env = {"KIT_DATASET": "some/set", "HF_ENDPOINT": serve({"/api/datasets/some/set": (200, {
+        "id": "some/set", "sha": "b" * 40, "siblings": [], "cardData": {
+            "dataset_info": [one | {"config_name": "a"}, one | {"config_name": "b"}]}})})}
     assert box.run(**env)["data"][0][:2] == (
-        "ok", "some/set: 5,000 rows by its card, 1,020 needed; 01_generate copies it")
-    assert box.run(**env, KIT_NUM_SAMPLES=9000)["data"][0][0] == "FAIL"
+        "ok", "some/set: 1,400 rows by its card, 1,020 needed; 01_generate copies it")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("file, key", [("config.json", "AutoConfig"),
+                                       ("tokenizer_config.json", "AutoTokenizer")])
+def test_code_that_comes_with_the_model(box, file, key):
+    config = json.loads((box.target / file).read_text()) | {"auto_map": {key: "own.Class"}}
+    (box.target / file).write_text(json.dumps(config))
+    level, message, fix = box.run()["model"][0]
+    assert level == "warn" and f"code of its own, for {key}" in message
+    assert fix.startswith("TRUST_REMOTE_CODE=1")
+    assert box.run(KIT_TRUST_REMOTE_CODE=1)["model"][0][0] == "ok"
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json",
+                                  "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b'{"half": ', b"\xff\xfe", b"[1]", b"7"])
+def test_damaged_json_of_the_model(box, file, content):
+    (box.target / file).write_bytes(content)
+    found = box.run()
+    assert found["model"][0][0] == "FAIL" and f"{file} is damaged" in found["model"][0][1], box.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_while_it_verifies(box, number):
     """SIGTERM to its pid alone, ctrl-C to all: nothing runs on, nothing is left."""
     sums = {}
@@ -519,6 +579,10 @@ def test_servers_that_answer(box, serve):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hangs = f"http://127.0.0.1:{silent.getsockname()[1]}"
         found = box.run(KIT_SERVER_URL=",".join([good, other, dead, alien, hangs]))
+        dead_log = "ERROR [core] EngineCore died: torch.OutOfMemoryError: CUDA out of memory."
+        (box.data / "logs/server.log").write_text(f"Application startup complete.\n{dead_log}\n")
+        last_words = box.run(KIT_SERVER_URL=dead)["server"][0]
+        assert last_words[:2] == ("FAIL", f"{dead}: its engine is dead: {dead_log}")
     rows = [(level, message) for level, message, _ in found["server"]]
     assert rows[0] == ("ok", f"{good} is healthy: {box.target}, max length 2,048")
     assert rows[1] == ("FAIL", f"{other} serves another/model, not {box.target}")
@@ -527,6 +591,49 @@ def test_servers_that_answer(box, serve):
     assert rows[4] == ("FAIL", f"{hangs} takes the connection and does not answer in 3 s")
     found = box.run(KIT_SERVER_URL=good, KIT_MAX_TOKENS=2048)
     assert found["server"][0][0] == "FAIL" and "no room for MAX_TOKENS" in found["server"][0][1]
+
+
+@pytest.mark.parametrize("target, cards, level", [
+    ("here", [("/models/target", "/models/target")], "ok"),  # the same name elsewhere, as 01b takes it
+    ("here", [("alias", "/models/target")], "ok"),
+    ("here", [("lora", "/adapters/one"), ("x", "/models/target")], "ok"),
+    ("here", [("/models/target-2", "/models/target-2")], "FAIL"),
+    ("hub/Kimi-K2.5", [("Kimi-K2.5", None)], "ok"), ("hub/Kimi-K2.5", [("Kimi-K2", None)], "FAIL"),
+])
+def test_the_same_model_under_another_name(box, serve, target, cards, level):
+    url = serve({"/health": (200, b""), "/v1/models": (200, {"data": [
+        {"id": name, "root": root, "max_model_len": None} for name, root in cards]})})
+    env = {} if target == "here" else {"KIT_TARGET": target, "HF_HUB_CACHE": box.tmp / "empty"}
+    assert box.run(KIT_SERVER_URL=url, **env)["server"][0][0] == level
+
+
+def test_a_server_that_wants_a_key(box, serve):
+    """It gets VLLM_API_KEY, which no other process can read, nor a file shows."""
+    seen = []
+
+    def models(handler):
+        seen.append(subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout)
+        right = handler.headers["Authorization"] == "Bearer topsecret123"
+        body = json.dumps({"data": [{"id": "target", "max_model_len": 2048}]} if right else {})
+        handler.send_response(200 if right else 401)
+        handler.send_header("Content-Length", len(body))
+        handler.end_headers()
+        handler.wfile.write(body.encode())
+    url = serve({"/health": (200, b""), "/v1/models": (200, models)})
+    for key in (None, "wrong"):
+        level, message, fix = box.run(KIT_SERVER_URL=url, VLLM_API_KEY=key)["server"][0]
+        assert level == "FAIL" and "key" in message and "VLLM_API_KEY" in fix
+    assert box.run(KIT_SERVER_URL=url, VLLM_API_KEY="topsecret123")["server"][0][0] == "ok"
+    assert len(seen) == 3 and not any("topsecret123" in text or "Bearer" in text for text in seen)
+    assert "topsecret123" not in box.out + (box.data / "logs/preflight.json").read_text()
+
+
+def test_a_list_of_silent_servers_costs_no_more_than_one(box):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        found = box.run(KIT_SERVER_URL=",".join([
+            f"http://127.0.0.1:{silent.getsockname()[1]}"] * 8))
+        assert time.monotonic() - start < 20 and len(found["server"]) == 8
 
 
 def test_servers_that_refuse(box):
@@ -560,7 +667,7 @@ class Hub:
     def __init__(self, directory, serve):
         self.files = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
         self.files = {"README.md": b"# it", "training_state.pt": b"x" * 1000} | self.files
-        self.rate, self.asked, sha = None, [], "a" * 40
+        self.rate, self.asked, self.starts, sha = None, [], [], "a" * 40
         siblings = [{"rfilename": name, "size": len(self.files[name])} for name in self.files]
         tree = [{"type": "file", "path": name, "size": len(content),
                  "oid": hashlib.sha1(content).hexdigest()} for name, content in self.files.items()]
@@ -569,7 +676,7 @@ class Hub:
         routes[f"/api/models/some/drafter/revision/{sha}"] = routes["/api/models/some/drafter"]
         routes[f"/api/models/some/drafter/tree/{sha}"] = 200, tree
         routes |= {f"/some/drafter/resolve/{sha}/{name}": (200, self.send) for name in self.files}
-        self.url = serve(routes)
+        self.url, self.routes = serve(routes), routes
 
     def send(self, handler):
         name = handler.path.split("/")[-1]
@@ -586,6 +693,7 @@ class Hub:
         if handler.command == "HEAD":
             return
         self.asked.append(name)
+        self.starts.append(start)
         try:
             for at in range(0, len(content), 1_000_000):
                 handler.wfile.write(content[at:at + 1_000_000])
@@ -608,10 +716,10 @@ def ended(pid_file):
 
 
 def test_download_is_killed_and_continued(box, serve):
-    hub = Hub(make_drafter(box.tmp / "published", size_bytes=50_000_000), serve)
+    hub = Hub(make_drafter(box.tmp / "published", size_bytes=90_000_000), serve)
     here, home = box.data / "drafter", box.tmp / "home"
     env = {"KIT_DRAFTER": "some/drafter", "HF_ENDPOINT": hub.url, "HOME": home}
-    hub.rate = 4_000_000
+    hub.rate = 10_000_000
     found = box.run(**env)
     assert box.status == 0 and "downloading some/drafter" in found["drafter"][0][1]
     pid = int((here / ".download.pid").read_text())
@@ -619,24 +727,62 @@ def test_download_is_killed_and_continued(box, serve):
         time.sleep(0.05)
     found = box.run(**env)  # a second one looks, and starts none
     assert int((here / ".download.pid").read_text()) == pid
-    assert " of 50 MB" in found["drafter"][0][1]
+    assert " of 90 MB" in found["drafter"][0][1]
     assert hub.asked.count("model.safetensors") == 1
+    part = here / ".model.safetensors.part"
+    while part.stat().st_size == 0:  # the client writes 10 MB at a time
+        time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     ended(here / ".download.pid")
-    hub.rate, hub.asked = None, []
+    size = part.stat().st_size
+    hub.rate, hub.asked, hub.starts = None, [], []
     found = box.run(**env)
     assert found["drafter"][0][0] == "ok" and "downloading" in found["drafter"][0][1]
     ended(here / ".download.pid")
     assert hub.asked == ["model.safetensors"]  # what was whole is not fetched again
+    assert hub.starts == [size] and size > 0  # nor what there was of the other
     found = box.run(**env)
     assert found["drafter"][0][1].endswith("draft vocabulary 100, fits the target"), box.out
     assert (here / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
     assert sorted(path.name for path in here.iterdir() if path.name[0] != ".") == [
         "README.md", "config.json", "model.safetensors"]
-    assert not list(here.rglob("*.incomplete")) and not (here / ".download.pid").exists()
+    assert not list(here.glob(".*.part"))
     assert len(hub.asked) == 1 and not home.exists()  # nothing in the cache of the user
     found = box.run(**env | {"KIT_DRAFTER": "some/other"})
     assert "holds some/drafter, DRAFTER is some/other" in found["drafter"][0][1]
+
+
+@pytest.mark.parametrize("fault", ["refused", "cut", "moved on"])
+def test_a_download_that_failed_is_told_and_continued(box, serve, fault):
+    hub = Hub(make_drafter(box.tmp / "published", size_bytes=30_000_000), serve)
+    here, route = box.data / "drafter", f"/some/drafter/resolve/{'a' * 40}/model.safetensors"
+    env = {"KIT_DRAFTER": "some/drafter", "HF_ENDPOINT": hub.url, "HOME": box.tmp / "home"}
+
+    def cut(handler):
+        if not handler.headers["Range"]:
+            handler.send_response(200)
+            handler.send_header("Content-Length", len(hub.files["model.safetensors"]))
+            handler.end_headers()
+            handler.wfile.write(hub.files["model.safetensors"][:25_000_000])
+        else:
+            handler.send_error(403, "the hub's own words")
+    hub.routes[route] = {"refused": (403, {"error": "Access denied"}), "cut": (200, cut),
+                         "moved on": (403, {"error": "for now"})}[fault]
+    box.run(**env)
+    ended(here / ".download.pid")
+    hub.routes[route] = 200, hub.send
+    if fault == "moved on":  # the repository has a new commit: what was begun is what is finished
+        hub.routes["/api/models/some/drafter"][1]["sha"] = "b" * 40
+        hub.routes["/api/models/some/drafter/revision/" + "a" * 40] = 200, (
+            hub.routes["/api/models/some/drafter"][1] | {"sha": "a" * 40})
+    hub.starts = []
+    level, message, _ = box.run(**env)["drafter"][0]
+    words = {"refused": "Access denied", "cut": "permissions", "moved on": "for now"}[fault]
+    assert level == "warn" and "the last try: " in message and words in message
+    ended(here / ".download.pid")
+    assert box.run(**env)["drafter"][0][0] == "ok"
+    assert len(hub.starts) == 1 and (hub.starts[0] > 20_000_000) == (fault == "cut")
+    assert (here / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
 
 def test_drafter_faults(box, serve):
@@ -647,7 +793,7 @@ def test_drafter_faults(box, serve):
     assert not (box.data / "drafter").exists()
     found = box.run(KIT_DRAFTER=make_drafter(box.tmp / "wide", SMALL | {"hidden_size": 128}))
     assert found["drafter"][0][0] == "FAIL"
-    assert "hidden_size is 128, the target's 64" in found["drafter"][0][1]
+    assert "hidden_size is 128, the target wants 64" in found["drafter"][0][1]
     hub = Hub(make_drafter(box.tmp / "published"), serve)
     hub.files["model.safetensors"] = bytes(len(hub.files["model.safetensors"]))  # damaged
     env = {"KIT_DRAFTER": "some/drafter", "HF_ENDPOINT": hub.url, "HOME": box.tmp / "home"}
@@ -685,6 +831,50 @@ def test_plan_takes_what_was_measured(box):
     assert plan["rates"]["03_train"] == [777, "measured"]
     assert plan["rates"]["02_extract"] == [250, "measured"]
     assert plan["rates"]["01b_generate_synthetic"][1].startswith("assumed")
+
+
+def test_hours_of_all_stages_as_they_were_measured(box):
+    for name, run in (("01_generate", {"seconds": 7200}), ("04_eval/n90", {"seconds": 3600}),
+                      ("01b_generate_synthetic", {"seconds": 100, "tokens": 5000})):
+        (box.data / name).mkdir(parents=True)
+        (box.data / name / "run.json").write_text(json.dumps(run))
+    box.run()
+    assert box.json["plan"]["rates"]["01b_generate_synthetic"] == [50, "measured"]
+    hours = box.json["plan"]["hours"]
+    assert hours["01_generate"] == 2 and hours["04_eval"] == 1 and len(hours) == 5
+    assert hours["01b_generate_synthetic"] == 1020 * 100 / 50 / 3600
+    assert box.out.count(" h") >= 6
+
+
+@root
+@pytest.mark.parametrize("env", [{}, {"KIT_STORE": "fp8"}, {"KIT_MAX_TOKENS": 3000}, {"KIT_LAYER_IDS": "2,3"},
+                                 {"KIT_MAX_LEN": 90, "KIT_STORE": "bf16"}, {"KIT_NUM_SAMPLES": 9e7}])
+def test_what_the_space_line_advises_fits(box, mount, env):
+    """Each of the values in the fix, set alone, makes the plan fit."""
+    mount(box.data, "size=100m")
+    env = {"KIT_NUM_SAMPLES": 4000, "KIT_MIN_FREE_GB": 0, "KIT_DATASET": box.questions} | env
+    env["KIT_NUM_SAMPLES"] = int(env["KIT_NUM_SAMPLES"])
+    level, message, fix = box.run(**env)["space"][0]
+    assert level == "FAIL", box.out
+    values = [part.split(" (")[0].split("=") for part in fix.split(", or ") if "=" in part]
+    assert values or fix == "a larger volume"
+    for name, value in values:
+        assert box.run(**env | {"KIT_" + name: value})["space"][0][0] == "ok", (name, value)
+
+
+@root
+def test_a_store_that_02_has_begun_with_is_kept_and_no_other_advised(box, mount):
+    mount(box.data, "size=165m")
+    (box.data / "02_extract").mkdir()
+    (box.data / "02_extract/manifest.json").write_text('{"store": "bf16", "size": {}}')
+    level, message, fix = box.run(KIT_STORE="int4", KIT_NUM_SAMPLES=1100, KIT_MIN_FREE_GB=0)["space"][0]
+    assert level == "FAIL" and "(bf16)" in message and "STORE" not in fix and "NUM_SAMPLES" in fix
+
+
+def test_a_tool_that_is_missing(box):
+    box.hide("findmnt")
+    found = box.run()
+    assert found["software"][0][:2] == ("FAIL", "no findmnt")
 
 
 def test_shellcheck(kit):
