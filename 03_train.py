@@ -223,8 +223,7 @@ def count_accepted(hits):
 
 def evaluate(d, samples, s, rank=0, world=1):
     """Offline acceptance: the ratios of vLLM's counters, overall and by context length."""
-    K = s.NUM_SPECULATIVE_TOKENS
-    tally = torch.zeros(len(EDGES) + 1, K + 1, device=d.device)  # drafts by context and accepted
+    tally = torch.zeros(len(EDGES) + 1, 1 + (K := s.NUM_SPECULATIVE_TOKENS), device=d.device)
     for packed in pack_rows(sorted(samples[rank::world], key=lambda one: one.n), s.ROW_TOKENS):
         row = to_device(load_row(packed, K), d)
         with torch.no_grad():
@@ -234,7 +233,7 @@ def evaluate(d, samples, s, rank=0, world=1):
         parts = (t.cpu().split(row["rows"]) for t in (hits, row["position"][row["chain"]]))
         for hit, context in zip(*parts):
             for a, accepted in count_accepted(hit.tolist()):
-                tally[bisect.bisect(EDGES, context[a]), :accepted + 1] += 1
+                tally[bisect.bisect(EDGES, context[a]), :accepted + 1] += 1  # and the draft
     world > 1 and torch.distributed.all_reduce(tally)
     ratios = lambda n: {"acceptance_length": sum(n) / n[0], "drafts": int(n[0]),
                         "acceptance_by_position": [accepted / n[0] for accepted in n[1:]]}
@@ -253,21 +252,24 @@ def read_target(directory):
 def find_drafter(name, data):
     """Directory of the published drafter. Waits while 00_preflight.sh's download of it holds the
     lock of its pid file; exits with the download's error where it is not whole then."""
-    here, log = data / "drafter", data / "logs/drafter_download.log"
-    note, pid = here / ".download.json", here / ".download.pid"
-    if Path(name).is_dir():
+    if (Path(name) / "config.json").exists():
         return Path(name)
+    here, log = data / "drafter", data / "logs/drafter_download.log"
+    pid, note = here / ".download.pid", here / ".download.json"
     note = json.loads(note.read_text()) if note.exists() else {"repo": name, "total": 1}
     size = lambda pattern: sum(path.stat().st_size for path in here.glob(pattern))
-    with progress(note["total"] // 10**6, f"MB of {name}", size("[!.]*") // 10**6) as bar:
-        while pid.exists() and subprocess.call(["flock", "-ns", pid, "true"]):
-            with contextlib.suppress(FileNotFoundError):  # one was renamed meanwhile
-                bar.update((size("[!.]*") + size("**/*.incomplete")) // 10**6 - bar.n)
-            time.sleep(1)
+    loading = lambda: pid.exists() and subprocess.call(["flock", "-ns", pid, "true"])
+    if loading():
+        print(f"{STAGE}: waits for the download of {name}", flush=True)
+        with progress(note["total"] // 10**6, "MB") as bar:
+            while loading():
+                with contextlib.suppress(FileNotFoundError):  # one was renamed meanwhile
+                    bar.update((size("[!.]*") + size("**/*.incomplete")) // 10**6 - bar.n)
+                time.sleep(1)
     if size("[!.]*") < note["total"] or note["repo"] != name:
         said = re.findall(".*rror.*", log.read_text()) if log.exists() else []
-        fail(f"no whole drafter {name} in {here} ({['not begun, or killed', *said][-1]}); to fix: "
-             "./00_preflight.sh goes on with its download")
+        fail(f"no drafter {name}, nor is it whole in {here} ({['not begun, or killed', *said][-1]})"
+             "; to fix: ./00_preflight.sh goes on with its download")
     return here
 
 def check_drafter(config, tensors):
@@ -646,8 +648,6 @@ def main():
     if extract["inputs"]["target"] != target_id:
         fail(f"02_extract is of another target than TARGET, {target_id}; to fix: set TARGET to it")
     start = s.DRAFTER and find_drafter(s.DRAFTER, data)
-    if start and not (start / "config.json").exists():
-        fail(f"no config.json in {start}; to fix: set DRAFTER to a drafter's directory")
     s.LEARNING_RATE = s.LEARNING_RATE or (5e-5 if start else 1e-2)
     out = data / STAGE / (s.RUN or f"n{extract['counts']['samples']}")
     if rank == 0:

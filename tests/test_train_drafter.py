@@ -68,7 +68,7 @@ def test_bad_drafters_are_named(finished, root, run):  # noqa: F811
         "nested": (w, {IDS: None, "eagle_config": {IDS: [2, 3, 4]}}, "it reads layers [2, 3, 4]"),
         "no-heads": (w, {"num_attention_heads": None}, "num_attention_heads"),
         "torn": (b"torn", {}, "to fix"),
-        "nothing": (None, None, "no config.json in"),
+        "nothing": (None, None, "nor is it whole in"),
         "empty": (None, {}, "is None, want")}
     for name, (tensors, changed, message) in broken.items():
         given = root / name
@@ -109,7 +109,8 @@ def test_waits_for_the_download(hub, box):  # noqa: F811
         env=clean_environ(**ONE_THREAD), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
-    assert re.search(r"\d+/12 MB of some/drafter, \d+%", said), said
+    assert "waits for the download of some/drafter" in said
+    assert re.search(r"03_train: \d+/12 MB, \d+%", said), said
     out = box.data / "03_train/n24/drafter"
     want = load_file(box.tmp / "published/model.safetensors")["d2t"]
     assert torch.equal(load_file(out / "model.safetensors")["d2t"], want)
@@ -120,7 +121,7 @@ def test_fails_with_the_error_of_the_download(hub, box, run, serve):  # noqa: F8
         done = run(box.tmp, check=False, drafter="some/drafter", **more)
         assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
         return done.stdout.strip().splitlines()[-1]
-    assert "no whole drafter" in last() and "./00_preflight.sh goes on" in last()  # never begun
+    assert "no drafter some/drafter, nor" in last() and "./00_preflight.sh goes on" in last()  # never begun
     box.run(HF_ENDPOINT=serve({}))
     assert "Repository Not Found" in last() or "404" in last()
     hub.rate = 1_000_000
@@ -129,9 +130,9 @@ def test_fails_with_the_error_of_the_download(hub, box, run, serve):  # noqa: F8
     waiting = subprocess.Popen(
         [sys.executable, "-u", "03_train.py", *flags(box.tmp, drafter="some/drafter")], text=True,
         env=clean_environ(**ONE_THREAD), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    while " MB of some/drafter" not in waiting.stdout.readline():
+    while " MB, " not in waiting.stdout.readline():
         assert waiting.poll() is None
     os.kill(pid, signal.SIGKILL)
     said = waiting.communicate(timeout=30)[0]
-    assert waiting.returncode == 1 and "no whole drafter some/drafter" in said
-    assert "no whole drafter some/other" in run(box.tmp, check=False, drafter="some/other").stdout
+    assert waiting.returncode == 1 and "no drafter some/drafter, nor" in said
+    assert "no drafter some/other, nor" in run(box.tmp, check=False, drafter="some/other").stdout
