@@ -256,17 +256,18 @@ def find_drafter(name, data):
         return Path(name)
     here, log = data / "drafter", data / "logs/drafter_download.log"
     pid, note = here / ".download.pid", here / ".download.json"
-    note = json.loads(note.read_text()) if note.exists() else {"repo": name, "total": 1}
+    note = json.loads(note.read_text()) if note.exists() else {"repo": name, "files": {"": 1}}
     size = lambda pattern: sum(path.stat().st_size for path in here.glob(pattern))
+    total = sum(note["files"].values())
     loading = lambda: pid.exists() and subprocess.call(["flock", "-ns", pid, "true"])
     if loading():
         print(f"{STAGE}: waits for the download of {name}", flush=True)
-        with progress(note["total"] // 10**6, "MB") as bar:
+        with progress(total // 10**6, "MB") as bar:
             while loading():
                 with contextlib.suppress(FileNotFoundError):  # one was renamed meanwhile
-                    bar.update((size("[!.]*") + size("**/*.incomplete")) // 10**6 - bar.n)
+                    bar.update((size("[!.]*") + size(".*.part")) // 10**6 - bar.n)
                 time.sleep(1)
-    if size("[!.]*") < note["total"] or note["repo"] != name:
+    if size("[!.]*") < total or note["repo"] != name:
         said = re.findall(".*rror.*", log.read_text()) if log.exists() else []
         fail(f"no drafter {name}, nor is it whole in {here} ({['not begun, or killed', *said][-1]})"
              "; to fix: ./00_preflight.sh goes on with its download")
@@ -324,11 +325,10 @@ def new_drafter(target, s, vocab, head):
     """The same of the target's geometry, with random weights; the head is the target's own rows."""
     H, heads, size = (target[k] for k in ("hidden_size", "num_attention_heads", "vocab_size"))
     config = {"hidden_size": H, "intermediate_size": s.MLP_WIDTH or target["intermediate_size"],
-              "num_attention_heads": heads,
               "num_key_value_heads": target.get("num_key_value_heads") or heads,
               "head_dim": target.get("v_head_dim") or target.get("head_dim") or H // heads,
-              "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-              "rope_theta": 1e6, "vocab_size": size, "draft_vocab_size": len(vocab)}
+              "num_attention_heads": heads, "vocab_size": size, "draft_vocab_size": len(vocab),
+              "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
     chance = torch.Generator().manual_seed(s.SEED)
     w = {name: torch.randn(shape, generator=chance) * shape[1] ** -0.5 if shape[1:]
          else torch.ones(shape) for name, shape in drafter_shapes(config).items()}
