@@ -13,11 +13,13 @@ Writes below $DATA/01_generate (JSON lines in UTF-8):
   samples.jsonl, heldout_samples.jsonl: the recorded answers, for training without a server: id,
       source, turn (from 0), token_ids (prompt and answer), prompt_len (tokens), finish_reason,
       made_by ("dataset"), prompt (the last user turn), text, reasoning (null)
-  manifest.json: counts, tokens, unusable rows by reason with an example each, sources, checksums
+  manifest.json: counts, tokens, unusable rows by reason with an example each, sources, checksums;
+      run.json: rows and seconds
 The order is that of hash(SEED, opening); the opening is the system and first user turn, white space
 folded; of conversations with one opening the first stays. The first HELDOUT are held out, the next
 NUM_SAMPLES train: a smaller number is a prefix of a larger, and no opening is on both sides.
-Costs 5 minutes of one CPU core and 1 GB of memory for the 1.42 million rows of open-perfectblend.
+Costs a core 2 minutes and 1 GB of memory for 1.42 million rows of 2 kB: 20,000 rows/s, then 600
+conversations/s of 480 tokens are rendered (measured on an EPYC with SmolLM2's tokenizer).
 Prints what was dropped, the mix of sources, and
   01_generate: wrote 25,000 questions, 200 held out, 43,120 recorded answers to ... in 252 s
 """
@@ -56,14 +58,15 @@ def find_files(name, copies):
     path = Path(name)
     if path.is_file():
         return [path]
-    if not path.is_dir():
+    if not name or not path.is_dir():
         if path.suffix in KINDS or not re.fullmatch(r"[\w-]+/[\w.-]+", name):
             fail(f"no data set at {name!r}; to fix: set DATASET to a file, a folder or a hub id")
         path = copies / name.replace("/", "--")
         if not (path / "copied").exists():
             download(name, path)
     for kind in KINDS:
-        if files := sorted(file for file in path.rglob(f"[!.]*{kind}") if file.is_file()):
+        if files := sorted(file for file in path.rglob(f"*{kind}") if file.is_file()
+                           and "/." not in f"/{file.relative_to(path)}"):  # the hub client's own
             return files
     fail(f"no .parquet, .jsonl or .json file in {path}; to fix: set DATASET to a data set")
 
@@ -73,9 +76,9 @@ def download(hub_id, path):
     try:
         print(f"{STAGE}: copying {hub_id} from the hub to {path}", flush=True)
         names = huggingface_hub.HfApi().list_repo_files(hub_id, repo_type="dataset")
-        names = next(filter(None, ([n for n in names if n.endswith(kind)] for kind in KINDS)))
+        names = next(filter(None, ([n for n in names if n.endswith(kind)] for kind in KINDS)), [])
         huggingface_hub.snapshot_download(hub_id, repo_type="dataset", local_dir=path,
-            allow_patterns=[n for n in names if "train" in n] or names)
+            allow_patterns=[n for n in names if "train" in n] or names or ["README.md"])
     except Exception as error:  # the hub client raises what its transports raise
         fail(f"cannot copy {hub_id} from the hub ({type(error).__name__}: {line(error)}); to fix: "
              "run it again with network, or set DATASET to a copy of your own")
@@ -99,6 +102,8 @@ def read_rows(path):
         head = file.read(6)
     if head.startswith(PACKED):
         fail(f"{path} is compressed (starts with {head!r}); to fix: unpack it")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        fail(f"{path} is in UTF-16 or UTF-32; to fix: iconv -f UTF-16 -t UTF-8 {path} > NEW.jsonl")
     if path.suffix == ".parquet" or head.startswith(b"PAR1"):
         yield from read_parquet(path)
         return
@@ -223,7 +228,7 @@ def choose(files, number, seed, sources, usable, bar):
         bar.update()
         tally["rows"] += 1
         source = row.get("source") if isinstance(row, dict) else None
-        source = source if isinstance(source, str) else ""
+        source = source.encode(errors="replace").decode() if isinstance(source, str) else ""
         tally["sources"][source] += 1
         if sources and source not in sources:
             tally["other_source"] += 1
@@ -468,6 +473,7 @@ def main():
         "counts": counts | {"answers_dropped": dropped}, "tokens": tokens,
         "rows": tally | {"sources": len(tally["sources"])}, "sources": mix, "files": facts,
         "done": True})
+    write_whole(out / "run.json", {"rows": tally["rows"], "seconds": time.monotonic() - start_sec})
     print(f"{STAGE}: wrote {counts['questions']:,} questions, {s.HELDOUT:,} held out, "
           f"{counts['samples'] + counts['heldout_samples']:,} recorded answers to {out} in "
           f"{time.monotonic() - start_sec:.0f} s")

@@ -11,10 +11,10 @@ Writes below $DATA/01b_generate_synthetic (JSON lines in UTF-8, appended as answ
       model), prompt (the user turn), text, reasoning (null when there is none)
   heldout_samples.jsonl: the same of heldout.jsonl, answered greedily; to measure, not to train
   rejected.jsonl: not to be trained on; errors.jsonl: failed, the next run asks it again: `reason`
-  lengths.png, manifest.json: counts, tokens, lengths, served model, sampling constants, checksums
+  lengths.png; run.json (tokens, seconds); manifest.json: counts, lengths, served model, checksums
 Turns are asked in order, with the target's own answers (not their reasoning) in the history. Where
 an answer cannot be built on, the later turns are rejected as `no history`.
-Costs 12 to 13 hours for 25,000 answers of Kimi-K2.5 on 8 GPUs (1,536 tokens/s), and 1 GB of disk.
+Costs, as planned, 12 to 13 h for 25,000 answers of Kimi-K2.5 on 8 GPUs (1,536 tokens/s); 1 GB.
 Prints answers, tokens/s, errors, requests in flight and time left, and at the end
   01b_generate_synthetic: 25,200 answers of 61,022,114 tokens (lengths {'p50': 2210, ...}) to ...
 """
@@ -160,8 +160,10 @@ class Fleet:
         self.session = requests.Session()
         self.session.trust_env = False  # no proxy between here and a server, no .netrc
         self.session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=s.CONCURRENCY))
-        if key := os.environ.get("VLLM_API_KEY"):  # goes out in a header and nowhere else
-            self.session.headers["Authorization"] = f"Bearer {key}"
+        self.key = os.environ.get("VLLM_API_KEY", "").strip()  # goes out in a header, nowhere else
+        if not re.fullmatch("[!-~]*", self.key):  # an error of the client would show it
+            raise Stop("VLLM_API_KEY has a character that no key has; to fix: export it again")
+        self.session.headers.update({"Authorization": f"Bearer {self.key}"} if self.key else {})
         self.s, self.tokenizer, self.vocab_size = s, tokenizer, vocab_size
         self.fields = {"top_p": s.TOP_P, "chat_template_kwargs": {}} | json.loads(s.EXTRA_BODY)
         if s.THINKING:
@@ -174,12 +176,12 @@ class Fleet:
         quick = body is None or body["max_tokens"] == 1
         reply = self.session.request("POST" if body else "GET", url, json=body, timeout=(
             CONNECT_SEC, min(120 if quick else 1e9, self.s.READ_TIMEOUT_SEC)))
-        status, text = reply.status_code, reply.content[:500].decode(errors="replace")
+        if reply.status_code == 200:
+            return json.loads(reply.content)
+        status, text = reply.status_code, reply.text.replace(self.key or "\0", "***")[:500]
         if 400 <= status < 500 and status not in (408, 425, 429):
             raise Stop(f"{url} refuses: {status} {text}; to fix: see there (vLLM? VLLM_API_KEY?)")
-        if status != 200:
-            raise ValueError(f"status {status}: {text}")
-        return json.loads(reply.content)
+        raise ValueError(f"status {status}: {text}")
 
     def chat(self, url, model, messages, max_tokens, greedy):
         """The JSON reply to one chat request."""
@@ -324,6 +326,8 @@ def run(questions, heldout, book, fleet):
     for error in raised[:1]:
         raise error
     book.judge(1)
+    if n := book.tokens["answer"] - before["answer"]:  # preflight reckons with it
+        write_whole(book.out / "run.json", {"tokens": n, "seconds": time.monotonic() - start_sec})
 
 def finish(out, manifest, book, number):
     """Write the histogram and the manifest for `number` questions; print the summary."""
@@ -459,7 +463,9 @@ def main():
     if made["inputs"]["target"] != target_id:
         fail(f"{source} is of another target (got {made['inputs']['target']}, want {target_id}); "
              "to fix: set TARGET or DATA")
-    if not re.fullmatch(r"\s*\{.*\}\s*", s.EXTRA_BODY, re.S):
+    try:
+        json.loads(s.EXTRA_BODY).items()
+    except (ValueError, AttributeError):
         fail(f"EXTRA_BODY is no JSON object (got {s.EXTRA_BODY}); to fix: give {{...}}", 2)
     questions, heldout = ([json.loads(line) for line in open(source / name, encoding="utf-8")]
                           for name in ("questions.jsonl", "heldout.jsonl"))

@@ -1,12 +1,14 @@
 """01_generate: rows good and bad, the choice of questions, boundaries of recorded answers."""
 import gzip
 import hashlib
+import http.server
 import json
 import os
 import random
 import resource
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -139,6 +141,41 @@ BAD_ROWS = [b"\n" * 0 + b"{\n", b"not json\n", b"{'a': 1}\n", b"\xff\xfe\x00\x01
             {"text": "no such column"}, {"prompt": "word " * 60000}]
 
 
+ODD_SOURCES = [{"source": source, "prompt": f"odd {i}"} for i, source in enumerate(
+    ["\ud800", "line\nbreak", 5, None, {"a": 1}, ["a"], "", "\0", "x" * 100000])]
+
+
+def test_odd_sources_are_no_reason_to_stop(generate, dataset):
+    with dataset.open("ab") as file:
+        file.write(write_jsonl(dataset.with_name("odd"), ODD_SOURCES).read_bytes())
+    _, out = generate(dataset, "--num-samples", "500", "--heldout", "5")
+    assert len(lines(out / "questions.jsonl")) == 295 + len(ODD_SOURCES)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "loop", "dangling", "folder of them", "empty name", "device"])
+def test_what_is_no_file_is_refused_and_never_waited_for(generate, tmp_path, dataset, kind, monkeypatch):
+    path = tmp_path / "odd/rows.jsonl"
+    path.parent.mkdir()
+    os.mkfifo(path) if kind in ("fifo", "folder of them") else path.symlink_to(
+        {"loop": path, "device": "/dev/zero"}.get(kind, tmp_path / "gone"))
+    name = {"folder of them": path.parent, "empty name": ""}.get(kind, path)
+    monkeypatch.chdir(tmp_path)  # which holds a good data set
+    done, _ = generate(name, check=False)
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("01_generate: no ") and "; to fix: " in last
+
+
+def test_a_folder_of_unlike_files(generate, tmp_path):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.parquet").write_bytes(parquet_with("prompt", [f"a {i}" for i in range(30)]))
+    (folder / "b.parquet").write_bytes(parquet_with("conversations", [chat(f"b {i}", "c") for i in range(30)]))
+    (folder / "c.parquet").write_bytes(parquet_with("x", [1, 2]))
+    _, out = generate(folder, "--num-samples", "500", "--heldout", "5")
+    assert len(lines(out / "questions.jsonl")) == 55
+    assert json.loads((out / "manifest.json").read_text())["rows"]["unusable"]["no conversation"]["count"] == 2
+
+
 def test_bad_rows_are_skipped_and_counted_with_an_example(generate, dataset):
     assert len(BAD_ROWS) >= 40
     with dataset.open("ab") as file:
@@ -174,7 +211,14 @@ BAD_FILES = {
     "empty.jsonl": b"", "blank.jsonl": b"\n\n \n", "empty.parquet": b"", "empty.json": b"",
     "gzip.jsonl": gzip.compress(GOOD), "zip.jsonl": b"PK\x03\x04rest", "zstd.jsonl": b"\x28\xb5\x2f\xfdx",
     "gzip.parquet": gzip.compress(GOOD), "binary.jsonl": random.Random(0).randbytes(100000),
-    "utf16.jsonl": GOOD.decode().encode("utf-16"), "text.parquet": GOOD * 20, "text.jsonl": b"hello\n" * 9,
+    "utf16.jsonl": GOOD.decode().encode("utf-16"), "utf16.json": b"\xfe\xff" + GOOD.decode().encode("utf-16-be"),
+    "utf32.jsonl": GOOD.decode().encode("utf-32"), "utf16-no-bom.jsonl": GOOD.decode().encode("utf-16-le"),
+    "lfs.parquet": b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n", "cr.jsonl": GOOD.replace(b"\n", b"\r"),
+    "pretty.json": b'{\n"prompt": "a"\n}\n{\n"prompt": "b"\n}\n', "null.json": b"null", "deep.json": b'{"a":' * 50000,
+    "zero.parquet": parquet_with("prompt", []), "binary.parquet": parquet_with("prompt", [b"a", b"b"]),
+    "struct.parquet": parquet_with("messages", [[{"role": "user", "content": {"parts": ["a"]}}]] * 5),
+    "map.parquet": parquet_with("conversations", [{"a": {"from": "human", "value": "x"}}] * 5),
+    "names.json": b'{"1": {"prompt": "a"}, "2": {"prompt": "b"}}', "html.jsonl": b"<html>\n" * 9, "text.parquet": GOOD * 20, "text.jsonl": b"hello\n" * 9,
     "list.json": b"[1, 2, 3]", "broken.json": b'[{"prompt": "a"}, {"prom', "object.json": b'{"a": 1}',
     "csv.jsonl": b"prompt,answer\na,b\n", "half.jsonl": b'{"prompt": "one long li',
     "nested.json": b"[" * 200000, "ints.parquet": parquet_with("prompt", [1, 2, 3]),
@@ -215,7 +259,8 @@ def test_odd_files_that_are_read(module, name, content, count, tmp_path):
 
 def test_a_folder_prefers_parquet_and_skips_hidden_files(module, tmp_path):
     (tmp_path / "sub").mkdir()
-    for name in ("b.jsonl", "sub/a.parquet", ".hidden.parquet", "z.parquet"):
+    (tmp_path / ".cache/huggingface").mkdir(parents=True)
+    for name in ("b.jsonl", "sub/a.parquet", ".hidden.parquet", "z.parquet", ".cache/huggingface/c.parquet"):
         (tmp_path / name).write_bytes(b"x")
     assert [p.name for p in module.find_files(str(tmp_path), None)] == ["a.parquet", "z.parquet"]
 
@@ -234,7 +279,12 @@ def test_smaller_is_a_prefix_and_growing_keeps_the_heldout_apart(generate, datas
         assert "already done" in done.stdout
     done, _ = generate(dataset, "--num-samples", "10", "--heldout", "20", check=False)
     assert done.returncode == 1 and "NUM_SAMPLES (there 200, now 10)" in done.stdout
-    done, _ = generate(dataset, "--num-samples", "200", "--heldout", "20", "--seed", "1", check=False)
+    done, _ = generate(dataset, "--num-samples", "200", "--heldout", "30", check=False)
+    assert done.returncode == 1 and "HELDOUT (there 20, now 30)" in done.stdout  # it would take from train
+    done, out = generate(dataset, "--num-samples", "9999", "--heldout", "20")
+    ids = [row["id"] for row in lines(out / "questions.jsonl")]
+    assert len(ids) == 280 and ids[:200] == seen and not set(ids) & set(held)
+    done, _ = generate(dataset, "--num-samples", "9999", "--heldout", "20", "--seed", "1", check=False)
     assert done.returncode == 1 and "SEED" in done.stdout and "mv " in done.stdout
 
 
@@ -305,24 +355,94 @@ def test_a_data_set_that_is_not_there(generate, name, want):
     assert done.returncode == 1 and want in done.stdout.splitlines()[-1] and "; to fix: " in done.stdout
 
 
-def test_a_hub_data_set_is_copied_once(module, tmp_path, monkeypatch):
-    import huggingface_hub
-    copied = []
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub of one data set, {name: content} in server.files; server.asked are the files it sent."""
 
-    def snapshot_download(name, repo_type, local_dir, allow_patterns):
-        copied.append(allow_patterns)
-        for pattern in allow_patterns:
-            (local_dir / pattern).parent.mkdir(parents=True, exist_ok=True)
-            (local_dir / pattern).write_bytes(parquet_with("prompt", ["a"]))
-    names = ["README.md", "data/test-0.parquet", "data/train-0.parquet", "data/train-1.parquet", "x.json"]
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: type("Api", (), {
-        "list_repo_files": lambda self, name, repo_type: names})())
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    for _ in range(2):
-        files = module.find_files("some/thing", tmp_path)
-        assert [f.name for f in files] == ["train-0.parquet", "train-1.parquet"]
-    assert copied == [["data/train-0.parquet", "data/train-1.parquet"]]
-    assert module.dataset_id("some/thing", []) == "some/thing"
+    def do_GET(self):
+        server, path, sha = self.server, self.path.split("?")[0], "c" * 40
+        facts = {"id": "some/set", "sha": sha, "siblings": [{"rfilename": n} for n in server.files]}
+        name = path.removeprefix(f"/datasets/some/set/resolve/{sha}/")
+        if path in ("/api/datasets/some/set", "/api/datasets/some/set/revision/main",
+                    f"/api/datasets/some/set/revision/{sha}"):
+            body = json.dumps(facts).encode()
+        elif path.startswith("/api/datasets/some/set/tree/"):
+            body = json.dumps([{"type": "file", "path": n, "size": len(c),
+                                "oid": hashlib.sha1(c).hexdigest()} for n, c in server.files.items()]).encode()
+        elif name in server.files:
+            body = server.files[name]
+            server.asked += [name] if self.command == "GET" else []
+        else:
+            return self.send_error(404)
+        self.send_response(200)
+        self.send_header("Content-Length", len(body))
+        self.send_header("X-Repo-Commit", sha)
+        self.send_header("ETag", hashlib.sha1(body).hexdigest())
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[:len(body) // 2 if name == server.cut else None])
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.files, server.asked, server.cut = {}, [], None
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def from_hub(stage, target, tmp_path, light, hub):
+    """from_hub() runs 01 on the hub's some/set; returns (process, directory)."""
+    def run(number):
+        env = light | {"HF_HUB_OFFLINE": "0", "HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1",
+                       "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+        done = stage("01_generate", "--data", tmp_path / "data", "--target", target, "--dataset", "some/set",
+                     "--heldout", 2, "--num-samples", number, check=False, env=env)
+        assert "Traceback" not in done.stdout
+        return done, tmp_path / "data/01_generate"
+    return run
+
+
+def test_a_hub_data_set_is_copied_once(from_hub, hub):
+    """Only the train split; a copy that broke off is finished; a second run needs no hub."""
+    parts = {f"data/train-{i}.parquet": parquet_with("prompt", [f"{i} {j}" for j in range(9)]) for i in range(2)}
+    hub.files = {"README.md": b"x", "data/test-0.parquet": parquet_with("prompt", ["t"]), "x.json": b"{}"} | parts
+    hub.cut = "data/train-1.parquet"
+    done, out = from_hub(5)
+    assert done.returncode == 1 and "cannot copy some/set from the hub" in done.stdout.splitlines()[-1]
+    hub.cut, hub.asked = None, []
+    done, out = from_hub(5)
+    assert done.returncode == 0 and hub.asked == ["data/train-1.parquet"], done.stdout
+    hub.files, hub.asked = {}, []
+    done, out = from_hub(16)
+    assert done.returncode == 0 and hub.asked == [] and len(lines(out / "questions.jsonl")) == 16
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["inputs"]["dataset"] == "some/set" and manifest["rows"]["rows"] == 18
+    run = json.loads((out / "run.json").read_text())
+    assert run["rows"] == 18 and run["seconds"] > 0
+
+
+def test_a_hub_data_set_of_json_files(from_hub, hub):
+    """The hub client's own JSON files beside the copy are no part of the data."""
+    hub.files = {"rows.json": json.dumps([{"prompt": f"{i}"} for i in range(9)]).encode()}
+    for number in (3, 7):
+        done, out = from_hub(number)
+        assert done.returncode == 0, done.stdout
+        rows = json.loads((out / "manifest.json").read_text())["rows"]
+        assert rows["rows"] == 9 and rows["unusable"] == {}
+
+
+def test_a_hub_data_set_without_rows_is_named(from_hub, hub):
+    hub.files = {"README.md": b"x", "pictures.zip": b"PK"}
+    done, _ = from_hub(5)
+    assert done.returncode == 1 and "no .parquet, .jsonl or .json file" in done.stdout.splitlines()[-1]
 
 
 def test_a_data_set_is_known_by_content_not_by_path(module, dataset, tmp_path):

@@ -59,6 +59,7 @@ class Server(ThreadingHTTPServer):
         self.asked, self.bodies, self.headers_seen, self.lock = Counter(), [], [], threading.Lock()
         self.fault, self.delay_sec, self.key = (lambda number, body: None), 0.0, None
         self.answer = lambda messages: (f"An answer to: {messages[-1]['content']}", None, "stop")
+        self.words = "the server's own words"  # of a refusal
         self.mend = lambda reply: reply  # the last word on a whole reply
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -127,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, random.choice([b"{\"choices\": [", b"<html>", b"[]", b"null", b"\xff\xfe",
                                           b"{\"choices\": []}", b"{\"choices\": [{\"message\": {}}]}"]))
         elif isinstance(fault, int):
-            self.send(fault, {"error": {"message": "the server's own words"}})
+            self.send(fault, {"error": {"message": server.words}})
         else:
             self.reply(body, fault, probe)
 
@@ -295,7 +296,7 @@ def test_thinking_is_split_off(module, content, reasoning, opens, want):
 
 # ---- the run ------------------------------------------------------------------------------------
 def test_answers_growth_and_already_done(data, fake, tokenizer):
-    server, before = fake(), 0
+    server, before, tokens = fake(), 0, 0
     for number in (5, 20, 40):
         done = data.choose(number).run(server)
         data.check_all(number)
@@ -305,6 +306,9 @@ def test_answers_growth_and_already_done(data, fake, tokenizer):
         assert manifest["done"] and manifest["size"] == {"questions": number + 5}
         assert manifest["counts"]["samples"] == number and manifest["counts"]["heldout_samples"] == 5
         assert manifest["server"] == {"model": str(data.target), "max_model_len": 2048}
+        pace = json.loads((data.out / "run.json").read_text())
+        assert pace["tokens"] == manifest["tokens"]["answer"] - tokens and 0 < pace["seconds"] < 60
+        tokens = manifest["tokens"]["answer"]
         assert manifest["settings"]["TEMPERATURE"] == 1.0 and manifest["vocab_size"] == 49152
     assert "already done" in data.run("http://127.0.0.1:9").stdout  # needs no server
     samples = data.rows_of("samples") + data.rows_of("heldout_samples")
@@ -458,13 +462,13 @@ def test_what_failed_for_good_is_in_errors_and_asked_again(data, fake):
     assert data.check_all(40) == [] and len(server.bodies) == asked + 2
 
 
-@pytest.mark.parametrize("status, flags, want", [(400, [], "the server's own words"), (404, [], "the server's own words")])
-def test_a_4xx_stops_at_once_with_the_servers_message(data, fake, status, flags, want):
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422])
+def test_a_4xx_stops_at_once_with_the_servers_message(data, fake, status):
     server = fake()
     server.fault = lambda n, body: status if n >= 12 else None
-    done = data.choose(40).run(server, *flags, check=False)
+    done = data.choose(40).run(server, check=False)
     last = done.stdout.strip().splitlines()[-1]
-    assert done.returncode == 1 and want in last and last.startswith(NAME) and str(status) in last
+    assert done.returncode == 1 and "the server's own words" in last and last.startswith(NAME) and str(status) in last
     assert len(data.rows_of("samples") + data.rows_of("heldout_samples")) >= 5 and len(server.bodies) <= 40
 
 
@@ -474,6 +478,30 @@ def test_the_key_goes_to_the_server_and_to_no_log(data, fake):
     done = data.choose(5).run(server, check=False)
     assert done.returncode == 1 and "VLLM_API_KEY" in done.stdout
     done = data.run(server, env={"VLLM_API_KEY": "topsecret123"})
+    assert "topsecret123" not in done.stdout
+    assert not [p for p in data.path.rglob("*") if p.is_file() and b"topsecret123" in p.read_bytes()]
+
+
+@pytest.mark.parametrize("key", ["top\rsecret123", "top\nsecret123", "topsecret123\u2026", "top secret123"])
+def test_a_key_that_cannot_be_sent_is_not_shown(data, key):
+    done = data.choose(5).run("http://127.0.0.1:9", check=False, env={"VLLM_API_KEY": key})
+    assert done.returncode == 1 and "VLLM_API_KEY" in done.stdout.splitlines()[-1]
+    assert "secret123" not in done.stdout
+
+
+def test_a_key_with_white_space_around_is_sent(data, fake):
+    server = fake()
+    server.key = "topsecret123"
+    data.choose(5).run(server, env={"VLLM_API_KEY": " topsecret123\r\n"})
+
+
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_key_that_the_server_repeats_is_not_shown(data, fake, status):
+    server = fake()
+    server.words = "Incorrect API key provided: topsecret123"
+    server.fault = lambda n, body: status
+    done = data.choose(5).run(server, check=False, env={"VLLM_API_KEY": "topsecret123"})
+    assert done.returncode == 1 and "Incorrect API key provided: ***" in done.stdout
     assert "topsecret123" not in done.stdout
     assert not [p for p in data.path.rglob("*") if p.is_file() and b"topsecret123" in p.read_bytes()]
 
@@ -566,8 +594,9 @@ def test_thinking_extra_body_and_greedy(data, fake):
     for body in server.bodies:
         assert body["chat_template_kwargs"] == {"thinking": False} and body["return_token_ids"] is True
         assert ("top_k" in body) == ("repetition_penalty" in body) == (body["temperature"] > 0)
-    done = data.run(server, "--extra-body", "nonsense", check=False)
-    assert done.returncode == 2 and "EXTRA_BODY" in done.stdout
+    for bad in ("nonsense", '{"a":}', "{}}", "[]", "7", "", "null"):
+        done = data.run(server, "--extra-body", bad, check=False)
+        assert done.returncode == 2 and "EXTRA_BODY" in done.stdout
 
 
 @pytest.mark.parametrize("tail", [b'{"id": "x", "text": "half', b'{"id": 5}', b"\0\0\0\0", b"\xff\n", b"{}\n"])
