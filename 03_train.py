@@ -11,8 +11,8 @@ Writes  $DATA/03_train/RUN/: drafter/ (the best so far, bf16, for vLLM), metrics
 Costs   Kimi-K2.5, 1.19B parameters, ROW_TOKENS 8192: f32 weights 3.8 GB, gradients and moments 7.7,
         bf16 copies 3.8, embedding and heads 3.3, four TTT steps 16, logits 1: 36 GB of a GPU.
 Prints  03_train: step 200, held out: acceptance length 1.712, by position 0.441 0.189 0.082
-Shapes  R keys and C drafting rows of a packed row, K steps of training-time test (TTT, DESIGN's
-        "The drafter", arXiv 2503.01840), hidden size H, head D, draft vocabulary V.
+Shapes  R keys and C drafting rows of a packed row, K steps of training-time test (TTT, EAGLE-3,
+        arXiv 2503.01840), hidden size H, size of a head D, draft vocabulary V.
 """
 import argparse, atexit, bisect, contextlib, fcntl, functools, hashlib, itertools, json, math, os
 import random, re, resource, shlex, signal, subprocess, sys, time
@@ -335,7 +335,7 @@ def new_drafter(target, s, vocab, head):
     return config, w | {"lm_head.weight": head[vocab]}, vocab
 
 def make_drafter(s, start, layer_ids, directory, samples, device, dtype):
-    """The drafter before the first step, its facts and those of the target that it needs."""
+    """Drafter before the first step: config, w (f32 by name), lm_head, vocab; the target's facts."""
     target = json.loads((directory / "config.json").read_text())
     target, (embed, norm, head) = target.get("text_config", target), read_target(directory)
     answers = (one.file.get_slice("token_ids")[one.t + one.P:one.t + one.n] for one in samples)
