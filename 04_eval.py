@@ -349,7 +349,7 @@ def bars(title, series):
               for label, values in series.items()}
     cells = [(row, label, values[row]) for row in dict.fromkeys(itertools.chain(*series.values()))
              for label, values in series.items() if values.get(row) is not None]
-    most = max([value for _, _, value in cells], default=1)
+    most = max([value for _, _, value in cells], default=0) or 1  # of an untrained drafter all is 0
     return f"<figure><small>{title}</small><table>" + "".join(
         f'<tr><td>{html.escape(str(row))}<td>{label}<td><i style="width:{75 * value / most:.0f}%">'
         f"</i>{value:.2f}" for row, label, value in cells) + "</table></figure>"

@@ -224,6 +224,11 @@ def test_acceptance_by_context_length(ev):
     assert ev.by_context_length([({"token_ids": [0] * 10}, answer)], least=4) == {}
 
 
+def test_bars_of_a_drafter_of_which_nothing_is_accepted(ev):
+    drawn = ev.bars("Accepted", {"k3": [0.0, 0.0], "offline": {}})
+    assert drawn.count("width:0%") == 2 and drawn.count("0.00") == 2
+
+
 def test_questions_files(ev, tmp_path):
     path = tmp_path / "mt.jsonl"
     turns = [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "1"), ("user", "2"))]
