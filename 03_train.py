@@ -335,7 +335,7 @@ def new_drafter(target, s, vocab, head):
     return config, w | {"lm_head.weight": head[vocab]}, vocab
 
 def make_drafter(s, start, layer_ids, directory, samples, device, dtype):
-    """Drafter before the first step: config, w (f32 by name), lm_head, vocab; the target's facts."""
+    """The drafter before the first step: config, w (f32), lm_head, vocab; facts of the target."""
     target = json.loads((directory / "config.json").read_text())
     target, (embed, norm, head) = target.get("text_config", target), read_target(directory)
     answers = (one.file.get_slice("token_ids")[one.t + one.P:one.t + one.n] for one in samples)
