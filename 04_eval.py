@@ -65,7 +65,7 @@ border-radius:10px;padding:14px;margin:0 0 14px;overflow:auto;overflow-wrap:anyw
 display:grid;gap:0 14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr))}
 td{padding:4px 12px 4px 0;border-bottom:1px solid #e2e8f0;font-size:.87rem}pre{white-space:pre-wrap}
 article td{overflow-wrap:normal}b{display:block;font-size:1.8rem}small{color:#475569}
-img{min-width:800px}figure table,img{width:100%}td:has(i){width:55%;white-space:nowrap}
+img{min-width:800px}figure table,img{width:100%}td:has(i){width:50%}figure td+td{white-space:nowrap}
 i{display:inline-block;height:.8em;margin-right:6px;background:#2563eb}mark{background:#bfdbfe}"""
 
 def numbers(text, name, least):
