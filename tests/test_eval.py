@@ -60,7 +60,7 @@ async def complete(request):
     await response.prepare(request)
     at = step = 0
     while at < total:
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(float(os.environ.get("FAKE_PACE", 0.002)))
         accepted = step % (k + 1) if step else 0
         if step and k:
             drafts += 1
@@ -71,6 +71,9 @@ async def complete(request):
         step += 1
         chunk = {"choices": [{"token_ids": ids, "text": "", "finish_reason": "stop" if at >= total else None}]}
         await response.write(b"data: " + json.dumps(chunk).encode() + b"\\n\\n")
+    if body.get("stream_options"):
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": total}
+        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\\n\\n")
     await response.write(b"data: [DONE]\\n\\n")
     return response
 async def tokenize(request):
