@@ -3,10 +3,10 @@
 #   ./run_all.sh                          with the constants at the top of each file (8 GPUs, /data)
 #   ./run_all.sh 03_train 04_eval         only these stages
 #   ./run_all.sh demo                     all of it on a CPU with a small real model, in ./demo-data
-#   ./run_all.sh demo 03_train 04_eval    only these, on the demo
+#   ./run_all.sh rehearse                 the real plan with a handful of samples, in ./rehearsal-data
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-AGAIN="./run_all.sh $*"
+AGAIN="${KIT_AGAIN:-./run_all.sh $*}"  # command that continues
 ALL=(01_generate 01b_generate_synthetic 02_extract 03_train 04_eval)
 
 PYTHON="${KIT_PYTHON:-.venv/bin/python}"   # interpreter; .venv is made when missing
@@ -14,25 +14,9 @@ SKIP_PREFLIGHT="${KIT_SKIP_PREFLIGHT:-0}"  # 1: go on although preflight found a
 LOAD_MIN="${KIT_LOAD_MIN:-60}"             # minutes a server may take to load (Kimi-K2.5 takes 25)
 FREE_MIN="${KIT_FREE_MIN:-10}"             # minutes to wait until nobody holds GPU memory
 
-demo() { export "KIT_$1=$(printenv "KIT_$1" || printf '%s' "$2")"; }
-if [[ "${1:-}" == demo ]]; then  # nothing but settings: the code below knows no demo
-    shift
-    demo DATA demo-data
-    demo TARGET "$KIT_DATA/target"
-    demo DATASET tests/demo_questions.parquet
-    demo NUM_SAMPLES 640; demo HELDOUT 40; demo MAX_TOKENS 160; demo TEMPERATURE 0.6
-    demo DEVICE cpu; demo TENSOR_PARALLEL 1; demo CONCURRENCY 64
-    demo ENGINE_ARGS "--dtype bfloat16 --enforce-eager --max-model-len 2048"
-    demo SERVE_ARGS ""; demo WRITE_TEST_GB 0.1
-    demo SHARD_GB 0.1; demo STAGING_GB 1; demo MAX_BATCHED_TOKENS 4096; demo MAX_LEN 2048
-    demo DRAFTER ""; demo DRAFT_VOCAB 4096; demo ROW_TOKENS 1024; demo ACCUMULATE 1; demo EPOCHS 4
-    demo EVAL_EVERY 100; demo DRAFT_TOKENS 1,3; demo CONCURRENCIES 1,8; demo TEMPERATURES 0
-    demo REPEATS 1; demo PLAIN_AGAIN no; demo QUESTIONS_PER_LEVEL 4
-    tests/setup_cpu.sh
-    export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" VLLM_CPU_NUM_OF_RESERVED_CPU=0
-    [[ ! -e .venv/lib/libiomp5.so ]] || export LD_PRELOAD="$PWD/.venv/lib/libiomp5.so"  # 1.6 times
-    .venv/bin/python tests/make_target.py "$KIT_TARGET"
-fi
+case "${1:-}" in  # settings for small machines; they run this again without the word
+    demo | rehearse) exec "tests/$1.sh" "${@:2}" ;;
+esac
 
 say() { printf 'run_all: %s\n' "$*"; }
 die() { printf 'run_all: %s\n' "$*" >&2; exit 1; }
