@@ -2,6 +2,7 @@
 
 KIT_TEST_CACHE (default .cache in the kit, ignored by git) keeps the target between runs.
 """
+import contextlib
 import importlib
 import os
 import socket
@@ -67,16 +68,15 @@ def free_port():
         return sock.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
-def server(target, tmp_path_factory):
-    """URL of a vLLM server with the target, started once; ended by its pid."""
+@contextlib.contextmanager
+def serving(log, *flags, **env):
+    """URL of a vLLM server on a free port, started with these flags; ended by its pid."""
     import requests
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "server.log"
+    port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--host",
-         "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--enforce-eager",
-         "--max-model-len", "2048"], env=clean_environ(), stdout=log.open("w"),
-        stderr=subprocess.STDOUT, start_new_session=True)
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port),
+         "--enforce-eager", "--max-model-len", "2048", *map(str, flags)], env=clean_environ(**env),
+        stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
     try:
         while True:
@@ -92,6 +92,13 @@ def server(target, tmp_path_factory):
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def server(target, tmp_path_factory):
+    """URL of a vLLM server with the target, started once."""
+    with serving(tmp_path_factory.mktemp("server") / "log", "--model", target, "--dtype", "bfloat16") as url:
+        yield url
 
 
 def demo_environ(data, **env):

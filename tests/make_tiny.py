@@ -129,7 +129,8 @@ def write_model(directory, config, think_id=None):
 def make_model(directory, kind, vocab_size=4096, token_id=lambda token: None):
     """write_model of one of KINDS, without any real model at hand; token_id(token) of a tokenizer."""
     from transformers import CONFIG_MAPPING
-    config = KINDS[kind]
+    directory, config = Path(directory), KINDS[kind]
+    directory.mkdir(exist_ok=True)
     if kind not in ("kimi", "deepseek_v3"):  # what stands in none of them is transformers' default
         config = CONFIG_MAPPING[kind](**config).to_dict() | {"architectures": None}
     config = shrink(config)
@@ -138,8 +139,8 @@ def make_model(directory, kind, vocab_size=4096, token_id=lambda token: None):
         tie_word_embeddings=False)
     if kind == "kimi":
         config["media_placeholder_token_id"] = token_id("<|media_pad|>") or 0
-        write_json(Path(directory) / "preprocessor_config.json", {"media_proc_cfg": MEDIA})
-    return write_model(Path(directory), config, token_id("</think>"))
+        write_json(directory / "preprocessor_config.json", {"media_proc_cfg": MEDIA})
+    return write_model(directory, config, token_id("</think>"))
 
 
 def write_drafter(directory, config):

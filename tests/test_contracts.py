@@ -233,7 +233,10 @@ def test_the_shell_reads_only_settings_that_exist():
         text = (KIT / script).read_text()
         read = set(re.findall(r"""\b[Ss]\[["']([A-Z][A-Z_]+)["']\]""", text))
         assert len(read) > 3 and read <= known | {"VERIFY", "WRITE_TEST_GB"}, read - known
-    assert set(re.findall(r"\bdemo ([A-Z_]+) ", text)) <= known | {"WRITE_TEST_GB"}
+    for script in ("demo.sh", "rehearse.sh"):
+        text = (KIT / "tests" / script).read_text()
+        made = set(re.findall(r"\bsetting ([A-Z_]+) ", text))
+        assert len(made) > 10 and made <= known | {"WRITE_TEST_GB", "AGAIN"}, made - known
 
 
 def test_run_all_refuses_an_unknown_stage():

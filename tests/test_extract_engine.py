@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from conftest import clean_environ
+from make_tiny import make_model
 
 ENGINE = {"KIT_TENSOR_PARALLEL": "1", "KIT_MAX_BATCHED_TOKENS": "1024", "KIT_STAGING_GB": "0.05",
           "KIT_MIN_FREE_GB": "0.01", "KIT_SHARD_GB": "0.01",
@@ -250,40 +251,12 @@ def test_a_disk_that_fills_up_loses_one_shard_at_most(small, stage, tmp_path):
 MLA = "--enforce-eager --dtype float32 --attention-config '{\"backend\":\"CPU_MLA\"}'"
 
 
-def make_tiny(directory, kind):
-    """A tiny random DeepSeek-V3 (MLA + MoE), or Kimi-K2.5 around the same language model."""
-    from transformers import AutoModelForCausalLM, DeepseekV3Config
-    torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=512, hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
-        num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
-        n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=512,
-        q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, first_k_dense_replace=1,
-        max_position_embeddings=4096, initializer_range=0.08, rope_parameters={
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
-            "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 1024})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(directory)
-    path = Path(directory) / "config.json"
-    written = json.loads(path.read_text()) | {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
-    if kind == "kimi":
-        weights = load_file(Path(directory) / "model.safetensors")
-        save_file({f"language_model.{name}": weights[name] for name in weights},
-                  Path(directory) / "model.safetensors", {"format": "pt"})
-        written = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
-                   "text_config": written | {"model_type": "deepseek_v3"}, "dtype": "float32",
-                   "tie_word_embeddings": False, "vision_config": {
-                       "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2,
-                       "intermediate_size": 64}}
-    path.write_text(json.dumps(written))
-    return model
-
-
 @pytest.mark.slow  # a start of the engine each
 @pytest.mark.engine
-@pytest.mark.parametrize("kind, tensor_parallel", [("deepseek", 1), ("deepseek", 2), ("kimi", 1)])
+@pytest.mark.parametrize("kind, tensor_parallel", [
+    ("deepseek_v3", 1), ("deepseek_v3", 2), ("kimi", 1)])
 def test_mla_and_moe_targets(stage, load, tmp_path, kind, tensor_parallel):
-    model = make_tiny(tmp_path / "target", kind)
+    model = make_model(tmp_path / "target", kind, vocab_size=512)
     write_samples(tmp_path, load("02_extract").find_model(str(tmp_path / "target"))[1], 12, 3, vocab=512)
     stage("02_extract", "--store", "bf16", "--tensor-parallel", tensor_parallel, env=ENGINE | {
         "KIT_DATA": str(tmp_path), "KIT_TARGET": str(tmp_path / "target"),

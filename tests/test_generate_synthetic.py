@@ -135,10 +135,11 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body, fault, probe):
         server = self.server
         prompt = list(server.tokenizer.apply_chat_template(
-            body["messages"], add_generation_prompt=True, tokenize=True, return_dict=False))
+            body["messages"], add_generation_prompt=True, tokenize=True, return_dict=False,
+            **body["chat_template_kwargs"]))
         content, reasoning, reason = server.answer(body["messages"])
         text = (f"{reasoning}</think>" if reasoning else "") + (content or "")
-        answer = server.tokenizer.encode(text) + [2] * (reason == "stop")
+        answer = server.tokenizer.encode(text) + [server.tokenizer.eos_token_id] * (reason == "stop")
         if probe:
             answer, reason = answer[:1], "length"
         reply = server.mend({
