@@ -27,7 +27,7 @@ DEEPSEEK = {  # the language model of Kimi-K2.5, as its config.json has it
     "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_shared_experts": 1,
     "num_experts_per_tok": 8, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": 1536,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1, "topk_group": 1,
-    "topk_method": "noaux_tc", "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.827,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.827,
     "norm_topk_prob": True, "rms_norm_eps": 1e-5, "vocab_size": 163840, "max_position_embeddings": 262144,
     "hidden_act": "silu", "attention_bias": False, "rope_theta": 50000.0, "rope_scaling": {
         "type": "yarn", "factor": 64.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0,
@@ -114,7 +114,7 @@ def write_model(directory, config, think_id=None):
     made.initializer_range = 0.08
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     if think_id is not None:
-        model.lm_head.weight.data[think_id] *= 4
+        model.lm_head.weight.data[think_id] *= 3
     model.save_pretrained(directory)
     written = text | json.loads((directory / "config.json").read_text())
     if text is not config:

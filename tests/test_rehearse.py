@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import KIT, clean_environ, free_port, serving
-from make_tiny import make_target
+from make_tiny import DEEPSEEK, KIMI, make_target, write_json
 from safetensors.torch import load_file
 from test_generate_synthetic import NAME, Data, Server, light, lines  # noqa: F401 (light: a fixture)
 
@@ -97,11 +97,33 @@ def test_it_tells_what_was_rehearsed_what_not_and_the_real_plan(rehearsal):
     for stage in ("01_generate", NAME, "02_extract", "03_train", "04_eval"):
         assert f"\n  {stage}: " in end
     assert "not rehearsed:" in end and "No common block size for 16" in end and "was not fetched" in end
-    assert "NUM_SAMPLES=24 (25000)" in end and "MAX_TOKENS=64 (4096)" in end and "TTT_STEPS" not in end
+    assert "NUM_SAMPLES = 24 (really 25000)" in end and "MAX_TOKENS = 64 (really 4096)" in end
+    assert "TTT_STEPS" not in end
     plan = json.loads((data / "plan/logs/preflight.json").read_text())["plan"]
     assert plan["samples"] == 25200 and plan["bytes_per_token"]["int4"] == 16128
     assert f"{plan['bytes']['02_extract'] / 1e9:,.1f} GB" in end and f"{plan['hours']['02_extract']:.1f} h" in end
     assert not list(data.rglob("*.tmp")) and not list(data.rglob(".lock"))
+
+
+def test_a_real_config_and_tokenizer_shrink_in_sizes_only(kimi, tmp_path):
+    """A directory with Kimi-K2.5's files but weights: nested, quantised, with code of its own."""
+    real, tiny = tmp_path / "Kimi-K2.5", tmp_path / "tiny"
+    shutil.copytree(kimi, real, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = KIMI | {"quantization_config": {}, "text_config": DEEPSEEK | {
+        "model_type": "kimi_k2", "vocab_size": 4096, "quantization_config": {"quant_method": "compressed-tensors"},
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}}
+    write_json(real / "config.json", config)
+    (real / "configuration_deepseek.py").write_text("raise RuntimeError('nobody trusts this')\n")
+    make_target(tiny, str(real))
+    made = json.loads((tiny / "config.json").read_text())
+    same = ("vocab_size", "max_position_embeddings", "kv_lora_rank", "scoring_func", "routed_scaling_factor")
+    assert all(made["text_config"][key] == config["text_config"][key] for key in same)
+    assert made["text_config"]["hidden_size"] == 128 and made["text_config"]["num_hidden_layers"] == 8
+    assert "quantization_config" not in str(made) and made["architectures"] == config["architectures"]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "configuration_deepseek.py"):
+        assert (tiny / name).read_bytes() == (real / name).read_bytes()
+    head = load_file(tiny / "model.safetensors")["language_model.lm_head.weight"]
+    assert head.shape == (4096, 128)
 
 
 @pytest.mark.engine
