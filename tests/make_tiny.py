@@ -27,9 +27,10 @@ DEEPSEEK = {  # the language model of Kimi-K2.5, as its config.json has it
     "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_shared_experts": 1,
     "num_experts_per_tok": 8, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": 1536,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1, "topk_group": 1,
-    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.827,
-    "norm_topk_prob": True, "rms_norm_eps": 1e-5, "vocab_size": 163840, "max_position_embeddings": 262144,
-    "hidden_act": "silu", "attention_bias": False, "rope_theta": 50000.0, "rope_scaling": {
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 2.827, "norm_topk_prob": True, "rms_norm_eps": 1e-5, "vocab_size": 163840,
+    "max_position_embeddings": 262144, "hidden_act": "silu", "attention_bias": False,
+    "rope_theta": 50000.0, "rope_scaling": {
         "type": "yarn", "factor": 64.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0,
         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}}
 VISION = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}

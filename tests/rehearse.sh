@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Rehearses the plan on a handful of samples, in minutes: every stage, the real constants but few.
-#   ./run_all.sh rehearse                                # calls this; results are in ./rehearsal-data
+#   ./run_all.sh rehearse                                # calls this
 #   KIT_TARGET=/models/Kimi-K2.5 ./run_all.sh rehearse   # another target than the constant TARGET
 #   ./run_all.sh rehearse 03_train 04_eval               # only these stages
 # With GPUs and the target's weights at hand it takes them, and 10 samples. Else a tiny model with
 # random weights takes their place, made of the target's config and tokenizer where they are at hand,
-# else of Kimi-K2.5's, with a drafter like the published ones. It ends with what was rehearsed, what
-# was not and why, and the plan of the real constants.
+# else of Kimi-K2.5's, with a drafter like the published ones. Results are in ./rehearsal-data, or
+# below DATA in rehearsal/. It ends with what was rehearsed, what was not, and the real plan.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 setting() { export "KIT_$1=$(printenv "KIT_$1" || printf '%s' "$2")"; }
@@ -27,13 +27,15 @@ if not pathlib.Path(name).is_dir():
         name = snapshot_download(name, local_files_only=True)
     except (OSError, ValueError):
         name = ""
-print(s["ENGINE_ARGS"], name, sep="\n")')
+print(s["ENGINE_ARGS"], name, s["DATA"], sep="\n")')
 [[ -z "${REAL[1]}" ]] || ! compgen -G "${REAL[1]}/*.safetensors" >/dev/null || WEIGHTS=1
 
-setting DATA rehearsal-data
+[[ -z "${KIT_DATA:-}" ]] || KIT_DATA+=/rehearsal  # beside the real results, never among them
 if ((GPUS && WEIGHTS)); then
+    setting DATA "${REAL[2]}/rehearsal"
     setting NUM_SAMPLES 10; setting HELDOUT 10
 else
+    setting DATA rehearsal-data
     export KIT_TARGET="$KIT_DATA/target"
     # few and short, so that it takes minutes
     setting NUM_SAMPLES 24; setting HELDOUT 8; setting MAX_TOKENS 64; setting REPEATS 1

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def rehearsal(environ):
     done = subprocess.run(["./run_all.sh", "rehearse"], cwd=KIT, env=environ, text=True, timeout=900,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-5000:]
-    return type(KIT)(environ["KIT_DATA"]), done.stdout
+    return Path(environ["KIT_DATA"]) / "rehearsal", done.stdout
 
 
 def manifest(data, stage):
@@ -129,10 +130,10 @@ def test_a_real_config_and_tokenizer_shrink_in_sizes_only(kimi, tmp_path):
 @pytest.mark.engine
 def test_moved_elsewhere_everything_is_recognised(rehearsal, environ, tmp_path):
     """DATA and the target under other paths: a second run finds all done, and tells it all again."""
-    data = tmp_path / "moved" / "here"
+    data = tmp_path / "moved" / "rehearsal"
     shutil.copytree(rehearsal[0], data)
-    done = subprocess.run(["./run_all.sh", "rehearse"], cwd=KIT, env=environ | {"KIT_DATA": str(data)}, text=True,
-                          timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(["./run_all.sh", "rehearse"], cwd=KIT, env=environ | {"KIT_DATA": str(data.parent)},
+                          text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0 and done.stdout.count("already done") == 5, done.stdout[-3000:]
     assert "starting the server" not in done.stdout and "rehearsed, with a tiny model" in done.stdout
 
@@ -140,7 +141,7 @@ def test_moved_elsewhere_everything_is_recognised(rehearsal, environ, tmp_path):
 @pytest.mark.slow  # three minutes: three starts of vLLM
 @pytest.mark.engine
 def test_growing_asks_nothing_twice_and_trains_on_from_the_last_best(rehearsal, environ, tmp_path):
-    data = tmp_path / "data"
+    data = tmp_path / "rehearsal"
     shutil.copytree(rehearsal[0], data)
     before = lines(data / NAME / "samples.jsonl")
     shards = {path.name: path.stat().st_mtime_ns for path in (data / "02_extract").glob("*.safetensors")}
@@ -148,7 +149,7 @@ def test_growing_asks_nothing_twice_and_trains_on_from_the_last_best(rehearsal, 
     best = shutil.copytree(next(data.glob("03_train/n*/drafter")), data / "best")
     done = subprocess.run(
         ["./run_all.sh", "rehearse", "01_generate", NAME, "02_extract", "03_train"], cwd=KIT, text=True, timeout=600,
-        env=environ | {"KIT_DATA": str(data), "KIT_NUM_SAMPLES": "32", "KIT_DRAFTER": str(best)},
+        env=environ | {"KIT_DATA": str(tmp_path), "KIT_NUM_SAMPLES": "32", "KIT_DRAFTER": str(best)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-3000:]
     after = lines(data / NAME / "samples.jsonl")
