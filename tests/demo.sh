@@ -21,5 +21,5 @@ tests/setup_cpu.sh
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" VLLM_CPU_NUM_OF_RESERVED_CPU=0
 [[ ! -e .venv/lib/libiomp5.so ]] || export LD_PRELOAD="$PWD/.venv/lib/libiomp5.so"  # 1.6 times
 .venv/bin/python tests/make_target.py "$KIT_TARGET"
-setting AGAIN "./run_all.sh demo $*"
+setting AGAIN "./run_all.sh demo${*:+ $*}"
 exec ./run_all.sh "$@"

@@ -19,7 +19,8 @@ GPUS=0 WEIGHTS=0 CHILD=""
 }
 mapfile -t REAL < <(.venv/bin/python -c '
 import json, pathlib, subprocess, sys
-s = json.loads(subprocess.check_output([sys.executable, "02_extract.py", "--settings"]))
+asked = subprocess.run([sys.executable, "02_extract.py", "--settings"], stdout=-1).stdout
+s = json.loads(asked or sys.exit(2))
 name = s["TARGET"]
 if not pathlib.Path(name).is_dir():
     from huggingface_hub import snapshot_download
@@ -28,12 +29,15 @@ if not pathlib.Path(name).is_dir():
     except (OSError, ValueError):
         name = ""
 print(s["ENGINE_ARGS"], name, s["DATA"], sep="\n")')
+((${#REAL[@]} == 3)) || exit 2  # it has said which setting is wrong
 [[ -z "${REAL[1]}" ]] || ! compgen -G "${REAL[1]}/*.safetensors" >/dev/null || WEIGHTS=1
 
 [[ -z "${KIT_DATA:-}" ]] || KIT_DATA+=/rehearsal  # beside the real results, never among them
 if ((GPUS && WEIGHTS)); then
     setting DATA "${REAL[2]}/rehearsal"
     setting NUM_SAMPLES 10; setting HELDOUT 10
+    mkdir -p "$KIT_DATA" "${KIT_DATA%/*}/drafter"  # the real run needs the published drafter too
+    [[ -e "$KIT_DATA/drafter" ]] || ln -s ../drafter "$KIT_DATA/drafter"
 else
     setting DATA rehearsal-data
     export KIT_TARGET="$KIT_DATA/target"
@@ -53,7 +57,7 @@ else
     setting ENGINE_ARGS "${REAL[0]} $more"
     .venv/bin/python tests/make_tiny.py "$KIT_TARGET" "${REAL[1]:-kimi}" "$KIT_DATA/drafter"
 fi
-setting AGAIN "./run_all.sh rehearse $*"
+setting AGAIN "./run_all.sh rehearse${*:+ $*}"
 
 run() {  # in the background: bash passes no signal on to a child that it waits for
     ./run_all.sh "$@" &
