@@ -169,10 +169,10 @@ def test_why_04_is_rehearsed_without_mla(rehearsal, environ, stage, tmp_path):
     shutil.copytree(rehearsal[0], data)
     for name in ("configs/k3.json", "results.json"):
         next(data.glob(f"04_eval/n*/{name}")).unlink()
-    done = stage("04_eval", check=False, env={
-        "KIT_DATA": str(data), "KIT_TARGET": str(data / "target"), "KIT_DEVICE": "cpu",
-        "KIT_TENSOR_PARALLEL": "1", "KIT_ENGINE_ARGS": f"--language-model-only {CPU_MLA}",
-        "KIT_CONCURRENCIES": "1,8", "KIT_QUESTIONS_PER_LEVEL": "4", "KIT_REPEATS": "1", "KIT_PLAIN_AGAIN": "no"})
+    told = manifest(data, "04_eval/n*")["settings"]
+    same = {f"KIT_{name}": str(value * 1) for name, value in told.items() if name.isupper()}
+    done = stage("04_eval", check=False, env=same | {
+        "KIT_DATA": str(data), "KIT_TARGET": str(data / "target"), "KIT_DEVICE": "cpu", "KIT_CONCURRENCIES": "1,8"})
     assert done.returncode == 1 and "No common block size for 16" in done.stdout, done.stdout
 
 
