@@ -86,7 +86,7 @@ def test_the_published_drafter_is_what_was_trained(rehearsal):
 @pytest.mark.engine
 def test_vllm_served_the_drafter_and_the_answers_are_the_same(rehearsal):
     results = json.loads(next(rehearsal[0].glob("04_eval/n*/results.json")).read_text())
-    assert results["compared_outputs"] >= 8 and results["faults"] == 0
+    assert results["compared_outputs"] >= 6 and results["faults"] == 0
     assert results["drafts"] > 50 and len(results["acceptance_by_position"]) == 3
     assert "--reasoning-parser kimi_k2" in results["serve_command"]
 
