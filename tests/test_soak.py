@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,20 +40,19 @@ def data(tiny, stage, tmp_path_factory):
 
 def watch(name, count, env, *flags):
     """Run a stage; [(seconds, samples done, bytes resident, open files)] by twice a second."""
+    log = tempfile.TemporaryFile("w+")
     process = subprocess.Popen([sys.executable, "-u", KIT / f"{name}.py", *map(str, flags)],
-                               env=clean_environ(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                               env=clean_environ(**env), stdout=log, stderr=subprocess.STDOUT)
     seen, start, proc = [], time.monotonic(), Path("/proc") / str(process.pid)
-    os.set_blocking(process.stdout.fileno(), False)
-    text = ""
     while process.poll() is None:
-        text += process.stdout.read() or ""
         try:
             resident = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             seen.append((time.monotonic() - start, count(), resident, len(os.listdir(proc / "fd"))))
         except (OSError, IndexError):
             pass  # it ended meanwhile
         time.sleep(0.5)
-    assert process.returncode == 0, text + (process.stdout.read() or "")
+    log.seek(0)
+    assert process.returncode == 0, log.read()
     return seen
 
 
