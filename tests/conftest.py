@@ -5,6 +5,7 @@ KIT_TEST_CACHE (default .cache in the kit, ignored by git) keeps the target betw
 import contextlib
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ sys.path.insert(0, str(KIT))
 
 
 def pytest_configure(config):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # off in a background job, which children inherit
     config.addinivalue_line("markers", "engine: starts a vLLM engine or server (30 s and more)")
     config.addinivalue_line("markers", "slow: only in `tests/run.sh drill`; the reason stands beside it")
 

@@ -120,7 +120,7 @@ def test_03_reads_what_02_writes(stage02, load, tmp_path, store):
     y = [unpack(*stage02.quantise(each[P:-1, 3], store), store) for each, P in zip(states, (6, 3))]
     torch.testing.assert_close(row["g"], torch.cat(g))  # keys: all but the last two
     torch.testing.assert_close(row["y"], torch.cat(y))
-    assert row["x"][:29].tolist() == [*range(1, 21), *range(1, 10)]
+    assert row["token"].tolist() == [*range(2, 20), *range(2, 9)]
 
 
 def test_stock_takes_up_whole_shards_and_only_those(stage02, tmp_path, capsys):
