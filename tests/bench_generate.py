@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast 01b asks, beside vLLM's own benchmark client, on one server with the same questions.
 
-    flock /tmp/heavy.lock .venv/bin/python tests/bench_generate.py [TARGET]    # 5 minutes on 2 cores
+    .venv/bin/python tests/bench_generate.py [TARGET]    # 5 minutes on 2 cores
 
 Starts a server of TARGET (default .cache/target), lets `vllm bench serve` and 01b each ask the same
 64 questions twice, in turn, with the same limits and the same 64 requests in flight, and prints
@@ -17,33 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import requests
-
 KIT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(KIT), str(KIT / "tests")]
+from conftest import serving  # noqa: E402
 QUESTIONS, MAX_TOKENS, CONCURRENCY = 64, 160, 64
 BENCH = ("from vllm.benchmarks.serve import add_cli_args, main; "
          "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
          "parser = FlexibleArgumentParser(); add_cli_args(parser); main(parser.parse_args())")
-
-
-def start_server(target, log):
-    """(process, URL) of a ready server."""
-    from conftest import clean_environ, free_port
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--host",
-         "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--enforce-eager",
-         "--max-model-len", "2048", "--no-enable-prefix-caching"], stdout=log.open("w"),
-        stderr=subprocess.STDOUT, env=clean_environ())
-    while True:
-        time.sleep(1)
-        assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            if requests.get(url + "/health", timeout=5).ok:
-                return process, url
-        except requests.ConnectionError:
-            pass
 
 
 def bench(url, target, questions, tmp):
@@ -85,16 +65,13 @@ def main():
                         "200", "--heldout", "1"], check=True, stdout=subprocess.DEVNULL)
         rows = map(json.loads, (tmp / "data/01_generate/questions.jsonl").open(encoding="utf-8"))
         questions = [q for q in rows if len(q["messages"]) == 1][:QUESTIONS]
-        process, url = start_server(target, tmp / "server.log")
-        try:
+        with serving(tmp / "server.log", "--model", target, "--dtype", "bfloat16",
+                     "--no-enable-prefix-caching") as url:
             bench(url, target, questions[:16], tmp)  # warm-up
             theirs, mine = [], []
             for _ in range(2):
                 theirs.append(bench(url, target, questions, tmp))
                 mine.append(ours(url, target, questions, tmp))
-        finally:
-            process.terminate()
-            process.wait(60)
     rate, core = (sum(pair[i] for pair in mine) / len(mine) for i in (0, 1))
     print(f"vllm bench serve: {', '.join(f'{r:.0f}' for r in theirs)} tokens/s")
     print(f"01b: {', '.join(f'{r:.0f}' for r, _ in mine)} tokens/s")

@@ -70,26 +70,32 @@ def free_port():
         return sock.getsockname()[1]
 
 
+def wait_until_ready(url, process, log):
+    """Return when the server of `process` answers; its log is the error when it ends or takes 5 minutes."""
+    import requests
+    deadline = time.monotonic() + 300
+    while True:
+        try:
+            if requests.get(url + "/health", timeout=5).ok:
+                return
+        except requests.ConnectionError:
+            pass
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, f"the server is not ready after 5 minutes\n{log.read_text()[-3000:]}"
+        time.sleep(1)
+
+
 @contextlib.contextmanager
 def serving(log, *flags, **env):
     """URL of a vLLM server on a free port, started with these flags; ended by its pid."""
-    import requests
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port),
          "--enforce-eager", "--max-model-len", "2048", *map(str, flags)], env=clean_environ(**env),
         stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    url = f"http://127.0.0.1:{port}"
     try:
-        while True:
-            try:
-                if requests.get(url + "/health", timeout=5).ok:
-                    break
-            except requests.ConnectionError:
-                pass
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, "the server is not ready after 5 minutes"
-            time.sleep(1)
+        wait_until_ready(url, process, log)
         yield url
     finally:
         process.terminate()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import KIT, clean_environ, free_port
+from conftest import KIT, clean_environ, free_port, wait_until_ready
 from test_eval import FAKE
 
 pytestmark = pytest.mark.engine
@@ -187,19 +187,6 @@ def servers(demo, target, tmp_path_factory):
         for child in children:
             child.terminate()
             child.wait(60)
-
-
-def wait_until_ready(url, child, log):
-    import requests
-    for _ in range(300):
-        try:
-            if requests.get(url + "/health", timeout=5).ok:
-                return
-        except requests.ConnectionError:
-            pass
-        assert child.poll() is None, log.read_text()[-3000:]
-        time.sleep(1)
-    raise AssertionError(log.read_text()[-3000:])
 
 
 @pytest.mark.slow
