@@ -42,7 +42,7 @@ KEEP_CUT = True  # keep answers cut by MAX_TOKENS, which are good training data
 STAGE = "01b_generate_synthetic"
 ATTEMPTS = 6  # of a request that the server got, with pauses of 1 to 16 s, until it has failed
 CONNECT_SEC, SYNC_SEC = 10.0, 2.0  # to connect; between fsyncs of new answers
-MAX_BAD_SHARE, MIN_JUDGED = 0.2, 20  # degenerate or failed, that stop the run; of how many at least
+MAX_BAD_SHARE, MIN_JUDGED = 0.2, 100  # degenerate or failed, that stop the run; of how many
 MAX_FAILED_SHARE = 0.01  # of questions that failed, up to which the stage is done
 DEGENERATE = ("empty", "not printable", "repetition", "no </think>")
 SAMPLES, HELDOUT, REJECTED, ERRORS = "samples", "heldout_samples", "rejected", "errors"  # files
@@ -66,8 +66,8 @@ def verdict(sample, thinking, keep_cut):
         return "no </think>" if said and thinking else "empty"
     return None if ended or keep_cut else "cut"
 
-def read_reply(reply, vocab_size, thinking):
-    """Fields of a sample out of a chat reply. ValueError unless it is whole and consistent."""
+def read_reply(reply, vocab_size, thinking, closes=None):
+    """Fields of a sample from a chat reply, ValueError unless whole; closes: </think>'s id."""
     try:
         choice, prompt, usage = reply["choices"][0], reply["prompt_token_ids"], reply["usage"]
         answer, message, reason = (choice[key] for key in ("token_ids", "message", "finish_reason"))
@@ -77,7 +77,8 @@ def read_reply(reply, vocab_size, thinking):
             raise ValueError(f"a token id outside the vocabulary of {vocab_size:,}")
         text, reasoning = message.get("content") or "", message.get("reasoning")
         if reasoning is None and (thinking or re.search("^\\s*<think>|</think>", text)):
-            reasoning, _, text = text.partition("</think>")  # the server has no reasoning parser
+            parsed = closes in answer and "</think>" not in text  # null is an empty thought then
+            reasoning, _, text = ("", "", text) if parsed else text.partition("</think>")
         reasoning = reasoning and re.sub(r"^\s*<think>", "", reasoning).strip()
         if reason not in ("stop", "length", "repetition"):
             raise ValueError(f"finish_reason {reason}")
@@ -109,8 +110,7 @@ class Book:
     def __init__(self, out, questions):
         self.out, self.files, self.known, self.last_bad, self.lengths = out, {}, {}, "", []
         self.counts, self.reasons, self.tokens = Counter(), Counter(), Counter(prompt=0, answer=0)
-        self.later = {i for question in questions for i in question["turn_ids"][:-1]}
-        self.lock = threading.Lock()
+        self.later, self.lock = {i for q in questions for i in q["turn_ids"][:-1]}, threading.Lock()
         for name in (SAMPLES, HELDOUT, REJECTED):
             for row in read_back(out / f"{name}.jsonl"):
                 self.take(name, row)
@@ -166,8 +166,8 @@ class Fleet:
         self.session.headers.update({"Authorization": f"Bearer {self.key}"} if self.key else {})
         self.s, self.tokenizer, self.vocab_size = s, tokenizer, vocab_size
         self.fields = {"top_p": s.TOP_P, "chat_template_kwargs": {}} | json.loads(s.EXTRA_BODY)
-        if s.THINKING:
-            self.fields["chat_template_kwargs"]["thinking"] = s.THINKING == "1"
+        self.fields["chat_template_kwargs"] |= {"thinking": s.THINKING == "1"} if s.THINKING else {}
+        self.closes = tokenizer.get_vocab().get("</think>")
         self.overhead, self.thinks, self.model = 0, s.THINKING == "1", None  # the probe tells more
         self.up, self.busy = {}, {u.strip().rstrip("/"): set() for u in s.SERVER_URL.split(",")}
 
@@ -260,8 +260,8 @@ class Fleet:
             attempt += 1
             self.busy[url].add(threading.get_ident())
             try:
-                reply = self.chat(url, model, messages, room, greedy)
-                return read_reply(reply, self.vocab_size, self.thinks) | {"made_by": model}, None
+                return read_reply(self.chat(url, model, messages, room, greedy), self.vocab_size,
+                                  self.thinks, self.closes) | {"made_by": model}, None
             except (OSError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"[:300]
                 if "NewConnectionError" in why or "ConnectTimeout" in why:

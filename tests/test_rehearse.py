@@ -68,7 +68,8 @@ def test_answers_begin_inside_the_reasoning(rehearsal):
     for row in rows:
         answer = row["token_ids"][row["prompt_len"]:]
         assert row["token_ids"][row["prompt_len"] - 1] == opens and row["reasoning"] is not None
-        assert (closes in answer) == bool(row["text"]) or answer[-1] == closes
+        said = tokenizer.decode(answer[answer.index(closes) + 1:], skip_special_tokens=True) if closes in answer else ""
+        assert bool(row["text"]) == bool(said.replace("</think>", "").strip())
 
 
 @pytest.mark.engine
@@ -234,6 +235,14 @@ def test_thinking_that_max_tokens_cuts_is_kept_and_ends_the_conversation(data, s
     assert len(rows) == 5 and {(row["text"], row["finish_reason"]) for row in rows} == {("", "length")}
     assert all(row["reasoning"].startswith("and so on") for row in rows)
     assert {(row["reason"], row["turn"]) for row in data.rows_of("rejected")} == {("no history", 1)}
+
+
+def test_a_thought_that_is_empty_leaves_the_answer_and_the_conversation(data, server):
+    data.write(10, two_turns=True)
+    server.answer = lambda messages: ("Four.", "", "stop")
+    data.choose(5).run(server)
+    rows = data.rows_of("samples")
+    assert {row["turn"] for row in rows} == {0, 1} and {(row["text"], row["reasoning"]) for row in rows} == {("Four.", "")}
 
 
 def test_instant_mode_asks_for_it_and_has_no_reasoning(data, server, kimi_tokenizer):
