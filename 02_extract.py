@@ -20,8 +20,8 @@ vLLM's connector passes the states through a tmpfs, threads quantise them: STAGI
 shards in memory; 1,410 tokens/s in the demo on 2 cores (prefill alone: bench_extract.py). Prints
   02_extract: wrote 25,000 samples, 1,610.000 GB are in ..., in 2h 41m (9,870 tokens/s)
 """
-import argparse, array, atexit, contextlib, ctypes, fcntl, hashlib, json, os, random, re, shlex
-import shutil, signal, sys, time
+import argparse, array, atexit, contextlib, ctypes, fcntl, fractions, hashlib, json, os, random, re
+import shlex, shutil, signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +38,6 @@ SHARD_GB = 2.0  # size of a shard in 1e9 bytes: what a kill can lose [0.0001..]
 MIN_FREE_GB = 10.0  # 1e9 bytes to leave free; it stops in good order there [0..]
 TENSOR_PARALLEL = 8  # GPUs that share each layer [1..]
 PIPELINE_PARALLEL = 1  # groups of GPUs that share the layers [1..]
-DATA_PARALLEL = 1  # of no effect here: the offline engine is one copy, more are a PART each [1..]
 ENGINE_ARGS = "--language-model-only"  # further vLLM engine flags, as on its command line
 TRUST_REMOTE_CODE = False  # run Python code that comes with the target
 MAX_BATCHED_TOKENS = 8192  # tokens of an engine step [32..]
@@ -46,7 +45,7 @@ STAGING_GB = 8.0  # 1e9 bytes of /dev/shm: what the engine does while a shard is
 # ---- end of settings ----------------------------------------------------------------------------
 STAGE = "02_extract"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
-PROBES, PROBE_TOKENS = 8, 256  # samples of the proof, and tokens of each
+PROBES, PROBE_TOKENS = 8, 300  # samples of the proof, tokens of each; engine steps cut some
 PROOF = {  # bounds of its figures: nats (bf16 has 0.2), relative, times; what is wrong beyond
     "logprob_gap_max": (0.5, "logprobs are not the engine's: another layer, or other tokens"),
     "batch_gap_median": (0.05, "states in a batch are not those alone: rows or blocks mixed up"),
@@ -271,12 +270,13 @@ def prove(engine, samples, norm, head, eps, window_tokens):
         mine = (x @ head.T).log_softmax(-1)  # [L-1,V]
         gaps = [abs(mine[i, id].item() - theirs[i + 1][id].logprob)
                 for i, id in enumerate(probe["token_ids"][1:].tolist())]
-        figures.append((torch.tensor(gaps), (states - again).norm(dim=-1) / norms, norms))
+        moved = ((states - again).norm(dim=-1) / norms).median(0).values  # [P], of this probe
+        figures.append((torch.tensor(gaps), moved, norms))
     gaps, batch_gaps, norms = map(torch.cat, zip(*figures))
     norms = norms.median(0).values.tolist()
     falls = [a / b for a, b in zip(norms, norms[1:])] + [2 * norms[0] / norms[-1]]
     proof = {"tokens": len(gaps), "logprob_gap_max": gaps.max().item(), "norm_fall_max": max(falls),
-             "batch_gap_median": batch_gaps.median(0).values.max().item(), "plane_norms": norms}
+             "batch_gap_median": batch_gaps.max().item(), "plane_norms": norms}
     return proof, next((why for name, (most, why) in PROOF.items() if not proof[name] <= most), "")
 
 def extract(engine, samples, s, out, prefix, manifest, metadata, window_tokens):
@@ -291,18 +291,15 @@ def extract(engine, samples, s, out, prefix, manifest, metadata, window_tokens):
     for (sample, rows), after in zip(stream, [*samples[1:], {"split": ""}]):
         bar.update(len(sample["token_ids"]))
         (aside if isinstance(rows, str) else packed)[sample["id"]] = rows
-        if len(aside) > 0.01 * len(samples):
-            fail(f"{len(aside)} of {len(samples)} samples have bad states; to fix: {aside}"[:500])
+        if len(aside) > 0.01 * (number := sum(manifest["size"].values())):
+            fail(f"{len(aside)} of {number} samples have bad states; to fix: {aside}"[:500])
         size += sample_bytes(sample, metadata["store"], manifest["hidden_size"])
         if not packed or size < s.SHARD_GB * 1e9 and after["split"] == sample["split"]:
             continue
         paths = (out / f"{prefix}{sample['split']}-{i:05}.safetensors" for i in range(10**5))
         path, writing = next(path for path in paths if not path.exists()), time.time()
-        try:
-            manifest["files"][os.path.relpath(path, where)] = write_shard(path, packed, metadata)
-            write_whole(where / "manifest.json", manifest)
-        except OSError as error:
-            fail(f"cannot write {path} ({error}); to fix: make room, run it again to continue")
+        manifest["files"][os.path.relpath(path, where)] = write_shard(path, packed, metadata)
+        write_whole(where / "manifest.json", manifest)
         run["writing_sec"] += time.time() - writing
         packed, size, free_gb = {}, 0, shutil.disk_usage(where).free / 1e9
         if after["split"] and free_gb < s.MIN_FREE_GB + s.SHARD_GB:
@@ -438,15 +435,14 @@ def main():
     s, begin = settings(), time.time()
     for number, status in (signal.SIGINT, 130), (signal.SIGTERM, 143):
         signal.signal(number, lambda *_, status=status: fail("stopped; run it to continue", status))
-    if not re.fullmatch(r"|[1-9]\d*/[1-9]\d*", s.PART):
+    if not re.fullmatch(r"|[1-9]\d*/[1-9]\d*", s.PART) or fractions.Fraction(s.PART or 1) > 1:
         fail(f"PART is {s.PART!r}; to fix: write it as 1/4", 2)
     prefix, data = s.PART and f"part{s.PART.replace('/', 'of')}-", Path(s.DATA)
     out, source, (directory, target) = data / STAGE, data / s.SAMPLES_FROM, find_model(s.TARGET)
     where, earlier = out / prefix.rstrip("-"), read_manifest(source)
     if earlier["inputs"]["target"] != target:
         fail(f"{source} is of target {earlier['inputs']['target']}; to fix: set TARGET to that one")
-    config = json.loads((directory / "config.json").read_text())
-    config = config.get("text_config") or config
+    config = (top := json.loads((directory / "config.json").read_text())).get("text_config") or top
     hidden_size, num_layers = config["hidden_size"], config["num_hidden_layers"]
     layers = choose_layers(s.LAYER_IDS, data / "drafter/config.json", num_layers)
     max_len = min(s.MAX_LEN, config.get("max_position_embeddings", s.MAX_LEN + 1) - 1)
@@ -468,12 +464,13 @@ def main():
     if unfinished := [each for each in kept if where == out != each and not kept[each]["done"]]:
         fail(f"{unfinished[0]} is not done; to fix: run that part to its end first")
     run_id = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    files, done = take_stock(out, prefix, known, run_id)
-    samples, counts = read(s.PART)
-    todo = [sample for sample in samples if (sample["split"], sample["id"]) not in done]
+    print(f"{STAGE}: {len(known):,} shards there; checks their bytes", flush=True)
+    (files, done), (samples, counts) = take_stock(out, prefix, known, run_id), read(s.PART)
+    bad = {id: why for each in kept.values() for id, why in each.get("put_aside", {}).items()}
+    todo = [x for x in samples if (x["split"], x["id"]) not in done and x["id"] not in bad]
     print(f"{STAGE}: {len(todo):,} samples to do, {len(samples) - len(todo):,} done", flush=True)
-    manifest |= {"put_aside": {}, "store": store, "hidden_size": hidden_size, "num_layers":
-                 num_layers, "layer_ids": layers, "last_layer": num_layers,
+    manifest |= {"put_aside": {i: bad[i] for x in samples if (i := x["id"]) in bad}, "store": store,
+                 "hidden_size": hidden_size, "layer_ids": layers, "last_layer": num_layers,
                  "proof": manifest.get("proof") or [each.get("proof") for each in kept.values()],
                  "files": {os.path.relpath(path, where): files[path] for path in files}}
     run = {"tokens": 0, "seconds": 1}
@@ -487,7 +484,7 @@ def main():
     counts |= {"samples": total("samples", "train"), "heldout_samples": total("samples", "heldout"),
                "tokens": total("tokens"), "answer_tokens": total("answer_tokens"),
                "put_aside": len(manifest["put_aside"])}
-    assert total("samples") + counts["put_aside"] == len(samples), (counts, len(samples))
+    assert prefix or total("samples") + counts["put_aside"] == len(samples), counts
     manifest["bytes_per_token"] = total("bytes") / max(1, total("tokens"))
     write_whole(where / "manifest.json", manifest | {"counts": counts, "done": True})
     size, minutes = total("bytes") / 1e9, int(time.time() - begin) // 60
@@ -497,4 +494,7 @@ def main():
 if __name__ == "__mp_main__":  # a process that vLLM spawned instead of forking it
     die_with_parent()
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:
+        fail(f"{error}; to fix: make room or access, and run it again to continue")

@@ -232,7 +232,7 @@ def test_a_disk_that_fills_up_loses_one_shard_at_most(small, stage, tmp_path):
         shutil.copytree(small[0] / "01b_generate_synthetic", data / "01b_generate_synthetic")
         env = small[1] | {"KIT_DATA": str(data), "KIT_STORE": "bf16", "KIT_SHARD_GB": "0.002", "KIT_MIN_FREE_GB": "0"}
         # Somebody else fills the disk: up to the stop line, then in the middle of a shard.
-        for free, message in (5_000_000, "MIN_FREE_GB is near"), (1_000_000, "cannot write"):
+        for free, message in (5_000_000, "MIN_FREE_GB is near"), (1_000_000, "No space left"):
             log = tmp_path / message
             process = start(env, log)
             while process.poll() is None and "ready in" not in log.read_text():
