@@ -2,8 +2,7 @@
 """Train an EAGLE-3 drafter on the target's hidden states, from scratch or from a published one.
 
     ./03_train.py                                  one process; run it again to continue
-    torchrun --nproc-per-node=8 03_train.py        one process a GPU
-    ./03_train.py --run wide --mlp-width 36864     another experiment beside the first
+    torchrun --shutdown-timeout=600 --nproc-per-node=8 03_train.py     one process a GPU
 
 Reads   $DATA/02_extract/; of TARGET config.json, embedding, head and final norm; DRAFTER.
 Writes  $DATA/03_train/RUN/: drafter/ (the best so far, bf16, for vLLM), metrics.jsonl (a line a
@@ -11,11 +10,11 @@ Writes  $DATA/03_train/RUN/: drafter/ (the best so far, bf16, for vLLM), metrics
 Costs   Kimi-K2.5, 1.19B parameters, ROW_TOKENS 8192: f32 weights 3.8 GB, gradients and moments 7.7,
         bf16 copies 3.8, embedding and heads 3.3, four TTT steps 16, logits 1: 36 GB of a GPU.
 Prints  03_train: step 200, held out: acceptance length 1.712, by position 0.441 0.189 0.082
-Shapes  R keys and C drafting rows of a packed row, K steps of training-time test (TTT, EAGLE-3,
-        arXiv 2503.01840), hidden size H, size of a head D, draft vocabulary V.
+Shapes  R keys, C drafting rows of a packed row, K steps of training-time test (TTT, arXiv
+        2503.01840), hidden size H, size of a head D, draft vocabulary V.
 """
-import argparse, atexit, bisect, contextlib, fcntl, functools, hashlib, itertools, json, math, os
-import random, re, resource, shlex, signal, subprocess, sys, time
+import argparse, atexit, bisect, fcntl, hashlib, itertools, json, math, os, random
+import re, resource, shlex, signal, subprocess, sys, time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,9 +43,7 @@ KEEP = 2  # checkpoints kept to continue from [1..]
 # ---- end of settings ----------------------------------------------------------------------------
 STAGE = "03_train"
 IDS = "eagle_aux_hidden_state_layer_ids"
-CHUNK = 512  # rows whose logits are in memory at once
-EDGES = [1024, 4096, 16384]  # context lengths by which acceptance is told apart
-ODD = ["norm_output", "norm_before_residual"]  # geometries that the names of tensors do not tell
+CHUNK, EDGES = 512, [1024, 4096, 16384]  # rows of logits at once; context lengths told apart
 
 def import_torch():
     """Bind what is slow to import, for all that follows: so --help and "already done" are quick."""
@@ -57,7 +54,7 @@ def import_torch():
 
 def read_shards(directory, manifest, split, row_tokens):
     """Samples: file, name, t and n (first token, tokens), P (prompt), g and y (first rows)."""
-    H, samples = manifest["hidden_size"], []
+    H, samples, lost = manifest["hidden_size"], [], 0
     kind, width = {"bf16": ("BF16", H), "fp8": ("F8_E4M3", H), "int4": ("U8", H // 2)}[
         manifest["store"]]
     for name in sorted(n for n, facts in manifest["files"].items() if facts["split"] == split):
@@ -68,12 +65,13 @@ def read_shards(directory, manifest, split, row_tokens):
             for t, end, P in zip(start, start[1:], prompt):
                 if (n := min(end - t, row_tokens)) - 1 > P:  # at least one position to train
                     samples.append(Namespace(file=file, name=name, t=t, n=n, P=P, g=g, y=y))
-                g, y = g + end - t - 1, y + max(end - t - 1 - P, 0)
+                g, y, lost = g + end - t - 1, y + max(end - t - 1 - P, 0), lost + end - t - n
             got = [[part.get_dtype(), *part.get_shape()] for part in map(file.get_slice, "gy")]
             want = [[kind, g, 3, width], [kind, y, width]]
             assert got == want, f"g and y are {got}, want {want}"
         except (AssertionError, OSError, SafetensorError) as error:
             fail(f"shard {directory / name}: {error}; to fix: rm it, run 02_extract.py again")
+    lost and print(f"{STAGE}: ROW_TOKENS cuts {lost:,} tokens off {split} samples", flush=True)
     return samples or fail(f"no {split} sample in {directory}; to fix: run the stages before it")
 
 def pack_rows(samples, row_tokens):
@@ -109,7 +107,7 @@ def load_row(samples, steps):
             "chain": R + i[-A:], "next": following.unfold(0, steps, 1)})
         R += N
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} | {
-        "keys": keys, "rows": rows, "names": {one.name for one in samples}}
+        "keys": keys, "rows": rows, "names": [one.name for one in samples]}
 
 def to_device(row, d):
     """The row on d.device; g [R, 3H] and y [C, H] as values. Exits where they are not finite."""
@@ -120,17 +118,25 @@ def to_device(row, d):
             value = (torch.stack([value & 15, value >> 4], -1).float() - 8).view(*scale.shape, 32)
         row[key] = (value.float() * scale[..., None].float()).to(d.dtype).flatten(1)
         if not row[key].sum(dtype=torch.float32).isfinite():
-            fail(f"states not finite in {row['names']}; to fix: rm it, run 02_extract.py again")
+            owner = row["owner"] if key == "g" else row["owner"][row["chain"]]
+            bad = {row["names"][i] for i in owner[~row[key].isfinite().all(1)].tolist()}
+            fail(f"states not finite in {bad}; to fix: rm it, run 02_extract.py again")
     return row | {"flex": flex_attention(row) if d.device.type == "cuda" else None}
 
 def flex_attention(row):
     """The CUDA path's kernel (q, k, v) -> (out, log-sum-exp), no attention across samples."""
     from torch.nn.attention import flex_attention as flex
-    owner, chain, lse = row["owner"], row["chain"], flex.AuxRequest(lse=True)
+    size = max(128, 1 << (len(row["owner"]) - 1).bit_length())  # few shapes, compiled once each
+    owner = F.pad(row["owner"], (0, size - len(row["owner"])), value=-1)
+    chain = F.pad(row["chain"], (0, size - len(row["chain"])), value=size - 1)
     seen = lambda b, h, i, j: (owner[chain[i]] == owner[j]) & (j <= chain[i])
-    mask = flex.create_block_mask(seen, None, None, len(chain), len(owner), device=owner.device)
-    kernel = torch.compile(flex.flex_attention, dynamic=True, disable=not owner.is_cuda)
-    return functools.partial(kernel, block_mask=mask, scale=1.0, enable_gqa=True, return_aux=lse)
+    mask = flex.create_block_mask(seen, None, None, size, size, device=owner.device)
+    kernel = torch.compile(flex.flex_attention, dynamic=False, disable=not owner.is_cuda)
+    def attention(q, k, v):
+        out, aux = kernel(*(F.pad(x, (0, 0, 0, size - x.shape[2])) for x in (q, k, v)), scale=1.0,
+                          block_mask=mask, enable_gqa=True, return_aux=flex.AuxRequest(lse=True))
+        return out[:, :, :q.shape[2]], aux.lse[:, :, :q.shape[2]]
+    return attention
 
 def attend(q, k, v, own, row):
     """Attention of scaled drafting rows q [heads, C, D] over their sample's step-0 keys k, v
@@ -140,8 +146,8 @@ def attend(q, k, v, own, row):
         [torch.stack(t).repeat_interleave(heads // KV, 1) for t in zip(*own)])
     score = (q * near[0]).sum(-1)  # [K, heads, C]
     if row["flex"]:
-        out, aux = row["flex"](q[None], k[None], v[None])
-        share = torch.cat([aux.lse, score]).softmax(0).to(q.dtype)[..., None]
+        out, lse = row["flex"](q[None], k[None], v[None])
+        share = torch.cat([lse, score]).softmax(0).to(q.dtype)[..., None]
         return out[0] * share[0] + (near[1] * share[1:]).sum(0)
     parts, (k, v) = [], (t.split(row["keys"], 1) for t in (k, v))
     for q, k, v, s in zip(q.split(row["rows"], 1), k, v, score.split(row["rows"], 2)):
@@ -223,7 +229,7 @@ def count_accepted(hits):
 
 def evaluate(d, samples, s, rank=0, world=1):
     """Offline acceptance: the ratios of vLLM's counters, overall and by context length."""
-    tally = torch.zeros(len(EDGES) + 1, 1 + (K := s.NUM_SPECULATIVE_TOKENS), device=d.device)
+    tally = torch.zeros(len(EDGES) + 1, 1 + (K := s.NUM_SPECULATIVE_TOKENS))
     for packed in pack_rows(sorted(samples[rank::world], key=lambda one: one.n), s.ROW_TOKENS):
         row = to_device(load_row(packed, K), d)
         with torch.no_grad():
@@ -233,8 +239,8 @@ def evaluate(d, samples, s, rank=0, world=1):
         parts = (t.cpu().split(row["rows"]) for t in (hits, row["position"][row["chain"]]))
         for hit, context in zip(*parts):
             for a, accepted in count_accepted(hit.tolist()):
-                tally[bisect.bisect(EDGES, context[a]), :accepted + 1] += 1  # and the draft
-    world > 1 and torch.distributed.all_reduce(tally)
+                tally[bisect.bisect(EDGES, int(context[a])), :accepted + 1] += 1  # and the draft
+    world > 1 and torch.distributed.all_reduce(tally := tally.to(d.device))
     ratios = lambda n: {"acceptance_length": sum(n) / n[0], "drafts": int(n[0]),
                         "acceptance_by_position": [accepted / n[0] for accepted in n[1:]]}
     return ratios(tally.sum(0).tolist()) | {"by_context_length": {
@@ -257,17 +263,10 @@ def find_drafter(name, data):
     here, log = data / "drafter", data / "logs/drafter_download.log"
     pid, note = here / ".download.pid", here / ".download.json"
     note = json.loads(note.read_text()) if note.exists() else {"repo": name, "files": {"": 1}}
-    size = lambda pattern: sum(path.stat().st_size for path in here.glob(pattern))
-    total = sum(note["files"].values())
-    loading = lambda: pid.exists() and subprocess.call(["flock", "-ns", pid, "true"])
-    if loading():
-        print(f"{STAGE}: waits for the download of {name}", flush=True)
-        with progress(total // 10**6, "MB") as bar:
-            while loading():
-                with contextlib.suppress(FileNotFoundError):  # one was renamed meanwhile
-                    bar.update((size("[!.]*") + size(".*.part")) // 10**6 - bar.n)
-                time.sleep(1)
-    if size("[!.]*") < total or note["repo"] != name:
+    print(f"{STAGE}: {name} from {here}, when its download has ended ({log})", flush=True)
+    pid.exists() and subprocess.call(["flock", "-s", pid, "true"])
+    have = sum(path.stat().st_size for path in here.glob("[!.]*"))
+    if have < sum(note["files"].values()) or note["repo"] != name:
         said = re.findall(".*rror.*", log.read_text()) if log.exists() else []
         fail(f"no drafter {name}, nor is it whole in {here} ({['not begun, or killed', *said][-1]})"
              "; to fix: ./00_preflight.sh goes on with its download")
@@ -297,7 +296,8 @@ def read_drafter(directory, target, layer_ids):
                   rope.get("rope_theta", 1e4), "draft_vocab_size": given["vocab_size"]} | given
         for key in ("hidden_size", "vocab_size"):
             assert given[key] == target[key], f"{key} is {given[key]}, want {target[key]}"
-        odd = [key for key in ODD if given.get(key)] + [rope] * (rope.get("factor", 1) != 1)
+        odd = [key for key in ("norm_output", "norm_before_residual") if given.get(key)]
+        odd += [rope] * (rope.get("factor", 1) != 1)  # names of tensors do not tell these
         assert not odd, f"it has {odd}"
         ids = sorted(given.get(IDS) or given.get("eagle_config", {}).get(IDS) or layer_ids)
         assert layer_ids in (ids, [i + 1 for i in ids]), f"it reads layers {ids}, not {layer_ids}"
@@ -376,15 +376,6 @@ Offline, on held-out answers:\n\n```json\n{json.dumps(figures, indent=1)}\n```\n
     back = load_file(directory / "model.safetensors")
     assert back.keys() == tensors.keys() and all(back[n].equal(tensors[n]) for n in back), directory
 
-def start_processes(choice):
-    """(processes, device, dtype of matrix products): bf16, but f32 on a CPU that has none of it."""
-    world, cuda = int(os.getenv("WORLD_SIZE", 1)), choice != "cpu" and torch.cuda.is_available()
-    cuda or choice != "cuda" or fail("DEVICE is cuda, torch sees none; to fix: set DEVICE to auto")
-    cuda and torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    world > 1 and torch.distributed.init_process_group("nccl" if cuda else "gloo")
-    fast = cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return world, torch.device(["cpu", "cuda"][cuda]), torch.bfloat16 if fast else torch.float32
-
 def make_optimizers(w):
     """AdamW for the norms, Muon for the layer's matrices, with their moments made."""
     norms, matrices = ([p for p in w.values() if p.ndim == n] for n in (1, 2))
@@ -420,11 +411,11 @@ def train_step(d, optimizers, loaded, lr, s, world):
             "acceptance_by_ttt_step": hits.tolist(), "lr": lr} if finite else None
 
 def save_checkpoint(directory, tensors, state, keep):
-    """step-N.safetensors, with `state` as JSON in its header; only `keep` of them stay."""
+    """step-N.safetensors, `state` as JSON in its header; `keep` of them and nothing half stay."""
     directory.mkdir(exist_ok=True)
     write_whole(directory / f"step-{state['step']:08d}.safetensors",
                 lambda tmp: save_file(tensors, tmp, {"state": json.dumps(state)}))
-    for old in sorted(directory.glob("step-*"))[:-keep]:
+    for old in [*sorted(directory.glob("step-*"))[:-keep], *directory.parent.glob("**/.*.tmp")]:
         old.unlink()
 
 def load_checkpoint(directory, tensors):
@@ -437,6 +428,7 @@ def load_checkpoint(directory, tensors):
             return json.loads(file.metadata()["state"])
         except (OSError, SafetensorError) as error:
             print(f"{STAGE}: cannot read {path} ({error}), taking the one before", flush=True)
+    [*directory.glob("step-*")] and fail(f"no checkpoint is whole; to fix: mv {directory} aside")
     return {"step": 0, "best": None, "stale": 0, "skipped": 0, "bad": 0}
 
 def draw_curves(out):
@@ -497,7 +489,8 @@ def train(run, samples, heldout):
                                  json.loads(line)["step"] <= state["step"]))
         file = open(log, "a")
     run.note = lambda row: rank or print(json.dumps(row), file=file, flush=True)
-    run.save = lambda: rank or save_checkpoint(run.out / "checkpoints", tensors, state, s.KEEP)
+    run.save = lambda: rank or state["bad"] or save_checkpoint(
+        run.out / "checkpoints", tensors, state, s.KEEP)
     state["best"] or judge(run, state, heldout)
     rows, packed = s.ACCUMULATE * world, len(pack_rows(samples, s.ROW_TOKENS))
     total = s.MAX_STEPS or math.ceil(s.EPOCHS * packed / rows)
@@ -520,7 +513,8 @@ def train(run, samples, heldout):
                 used = torch.cuda.max_memory_allocated() or 1024 * resource.getrusage(0).ru_maxrss
                 speed = tokens / (time.monotonic() - start)
                 run.note({"step": step, **result, "tokens_per_sec": speed, "memory_gb": used / 1e9})
-                bar.set_postfix_str(f"loss {result['loss']:.3f}", refresh=False)
+                bar.set_postfix_str(f"loss {result['loss']:.3f}, {speed:,.0f} tokens/s, "
+                                    f"{used / 1e9:.1f} GB", refresh=False)
             bar.update()
             state["bad"] < 10 or fail("no finite gradient in 10 steps; to fix: lower LEARNING_RATE")
             if step % s.EVAL_EVERY == 0 or step == total:
@@ -654,25 +648,31 @@ def main():
         shaping = {name: value for name, value in vars(s).items() if name not in (
             "DATA", "TARGET", "DRAFTER", "RUN", "DEVICE", "KEEP", "ACCUMULATE")}
         shaping["rows_a_step"] = s.ACCUMULATE * int(os.environ.get("WORLD_SIZE", 1))
-        digest = start and hashlib.sha256((start / "config.json").read_bytes()).hexdigest()[:16]
+        digest = start and hashlib.sha256(b"".join(open(path, "rb").read(2**20) for path in (
+            start / "config.json", *sorted(start.glob("*.safetensors"))))).hexdigest()[:16]
         manifest = open_stage(out, settings=shaping | extract["counts"], size={}, inputs={
             "target": target_id, "02_extract": extract["id"], "drafter": digest})
     elif (path := out / "manifest.json").exists() and json.loads(path.read_text())["done"]:
         return  # rank 0 says so
     import_torch()
-    world, device, dtype = start_processes(s.DEVICE)
+    world, cuda = int(os.getenv("WORLD_SIZE", 1)), s.DEVICE != "cpu" and torch.cuda.is_available()
+    cuda or s.DEVICE != "cuda" or fail("torch sees no cuda device; to fix: set DEVICE to auto")
+    cuda and torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    world > 1 and torch.distributed.init_process_group("nccl" if cuda else "gloo")
+    fast = cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    device, dtype = torch.device(["cpu", "cuda"][cuda]), torch.bfloat16 if fast else torch.float32
     samples, heldout = (read_shards(data / "02_extract", extract, split, s.ROW_TOKENS)
                         for split in ("train", "heldout"))
     d = make_drafter(s, start, extract["layer_ids"], directory, samples, device, dtype)
     run = Namespace(s=s, d=d, out=out, extract=extract, start=start, rank=rank, world=world)
     try:
         state = train(run, samples, heldout)
-    except (OSError, SafetensorError) as error:
-        fail(f"{error}; the last checkpoint is whole; to fix: make room in {out}, run it again")
+    except (OSError, SafetensorError, torch.OutOfMemoryError) as error:
+        fail(f"{error}; checkpoints are whole; to fix: make room in {out}, or lower ROW_TOKENS")
     if rank == 0:
         best, files = state["best"], {f"drafter/{path.name}": {
             "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            for path in (out / "drafter").iterdir()}
+            for path in (out / "drafter").glob("[!.]*")}
         write_whole(out / "manifest.json", manifest | {
             "best": best, "steps": state["step"], "skipped_steps": state["skipped"], "files": files,
             "draft_vocab_size": len(d.vocab), "vocab_coverage": d.coverage,

@@ -92,6 +92,38 @@ def test_unreadable_checkpoint_falls_back(finished, tmp_path, run, spoil):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_no_checkpoint_that_can_be_read_is_told_and_nothing_is_lost(finished, tmp_path, run):
+    out = copy(finished, tmp_path)
+    for path in (out / "checkpoints").iterdir():
+        path.write_bytes(b"")
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"done": False}))
+    before = [(out / name).read_bytes() for name in ("metrics.jsonl", "drafter/model.safetensors")]
+    ended = run(tmp_path, check=False)
+    assert ended.returncode == 1 and "no checkpoint is whole; to fix: mv" in ended.stdout
+    assert before == [(out / name).read_bytes() for name in ("metrics.jsonl", "drafter/model.safetensors")]
+
+
+def test_it_ends_when_acceptance_grows_no_more(data, tmp_path, run):
+    """And what else shows there: one checkpoint kept, none half, a draft vocabulary that is the target's."""
+    out = copy(data, tmp_path)
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints/.step-00000001.safetensors.1.tmp").write_bytes(b"half")  # of a run that was killed
+    said = run(tmp_path, **{"max-steps": 50, "eval-every": 1, "patience": 2, "keep": 1, "learning-rate": 1e-9,
+                            "draft-vocab": V, "row-tokens": 24}).stdout
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["steps"] == 2 and [path.name for path in (out / "checkpoints").iterdir()] == [
+        "step-00000002.safetensors"]
+    assert {"d2t", "t2d"}.isdisjoint(load_file(out / "drafter/model.safetensors"))
+    assert manifest["best"]["by_context_length"]["from 0"]["drafts"] == manifest["best"]["drafts"] > 0
+    lost = [0, 0]
+    for number, name in enumerate(("train", "heldout")):
+        for path in (tmp_path / "data/02_extract").glob(f"{name}*.safetensors"):
+            starts = load_file(path)["sample_start"]
+            lost[number] += int((starts.diff() - 24).clamp(0).sum())
+    assert f"ROW_TOKENS cuts {lost[0]:,} tokens off train" in said and f"cuts {lost[1]:,} tokens off heldout" in said
+
+
 def test_sigterm_saves_and_says_how_to_continue(data, tmp_path, run):
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
     more = {"max-steps": 400, "eval-every": 400, "draft-vocab": 200}
@@ -166,4 +198,4 @@ def test_bad_shards_are_named(tmp_path, run):
         spoil(make_data(tmp_path / name), change, facts)
         ended = run(tmp_path / name, check=False)
         assert ended.returncode == 1 and message in ended.stdout and "Traceback" not in ended.stdout, name
-        assert "to fix" in ended.stdout
+        assert "to fix" in ended.stdout and "train-00001" not in ended.stdout  # the good one
