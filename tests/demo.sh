@@ -17,10 +17,9 @@ setting SERVE_ARGS ""; setting WRITE_TEST_GB 0.1
 setting SHARD_GB 0.1; setting STAGING_GB 1; setting MAX_BATCHED_TOKENS 4096; setting MAX_LEN 2048
 setting DRAFTER ""; setting DRAFT_VOCAB 4096; setting ROW_TOKENS 1024; setting ACCUMULATE 1
 setting EPOCHS 3; setting EVAL_EVERY 150; setting DRAFT_TOKENS 1,3; setting CONCURRENCIES 1,8
-setting TEMPERATURES 0; setting REPEATS 1; setting PLAIN_AGAIN no; setting QUESTIONS_PER_LEVEL 2
+setting TEMPERATURES 0; setting REPEATS 1; setting QUESTIONS_PER_LEVEL 2
 tests/setup_cpu.sh
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" VLLM_CPU_NUM_OF_RESERVED_CPU=0
 [[ ! -e .venv/lib/libiomp5.so ]] || export LD_PRELOAD="$PWD/.venv/lib/libiomp5.so"  # 1.6 times
 .venv/bin/python tests/make_target.py "$KIT_TARGET"
-setting AGAIN "./run_all.sh demo${*:+ $*}"
 exec ./run_all.sh "$@"

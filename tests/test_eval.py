@@ -1,5 +1,6 @@
 """04_eval: its arithmetic by hand, and the stage against a small server that speaks vLLM's HTTP."""
 import hashlib
+import http.server
 import json
 import os
 import signal
@@ -91,7 +92,7 @@ web.run_app(app, host="127.0.0.1", port=int(flags["--port"]), handle_signals=Fal
 
 SETTINGS = {"TENSOR_PARALLEL": "1", "ENGINE_ARGS": "--dtype float32", "SERVE_ARGS": "",
             "CONCURRENCIES": "1,4", "TEMPERATURES": "0", "QUESTIONS_PER_LEVEL": "4", "REPEATS": "2",
-            "PLAIN_AGAIN": "no", "DRAFT_TOKENS": "1,3"}
+            "DRAFT_TOKENS": "1,3"}
 
 
 @pytest.fixture(scope="module")
@@ -240,8 +241,11 @@ def test_questions_files(ev, tmp_path):
     path.write_text(json.dumps({"messages": turns, "category": "b"}) + "\n\n"
                     + json.dumps({"messages": talk, "id": "x"}) + "\n")
     first, second = ev.read_questions([path])
+    same = tmp_path / "same.jsonl"  # ids need not differ between files
+    same.write_text(json.dumps({"messages": talk, "id": "x"}) + "\n")
+    assert len({question["id"] for question in ev.read_questions([path, same])}) == 3
     assert (first["category"], len(first["messages"])) == ("b", 2)
-    assert second["id"] == "x" and second["category"] == "mt" and len(second["messages"]) == 3
+    assert second["id"] == "x-1" and second["category"] == "mt" and len(second["messages"]) == 3
     for bad in ("{}", "no json", '{"messages": [{"role": "system", "content": ""}]}', '{"messages": 3}', ""):
         path.write_text(bad)
         with pytest.raises(SystemExit):
@@ -377,6 +381,49 @@ def test_ended_from_outside_leaves_no_server(box, number, fault):
     assert box.run()[0] == 0
 
 
+def test_a_measurement_is_kept_though_somebody_takes_the_memory_meanwhile(gpu, box):
+    child = box.start()
+    for line in child.stdout:
+        if "plain: ready" in line:
+            break
+    gpu.write_text("9000\n9000\n")
+    deadline = time.monotonic() + 60
+    while not (box.out / "configs/plain.json").exists():
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 143 and not box.left()
+
+
+def test_another_vllm_does_not_go_on_with_what_one_has_measured(box):
+    assert box.run("", "--draft-tokens", "3")[0] == 0
+    path = box.out / "configs/plain.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"box": record["box"] | {"torch": "1.0"}}))
+    status, text = box.run("", "--draft-tokens", "2,3")
+    assert status == 1 and "plain was measured with" in text and f"to fix: mv {path}" in text
+
+
+def test_a_key_goes_to_the_server_and_no_proxy_stands_between(ev, monkeypatch):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.headers["Authorization"] == "Bearer secret" else 401)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "x"}]}')
+
+        def log_message(self, *_):
+            pass
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.setenv("no_proxy", "")
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert ev.served_model(url) is None  # it wants a key
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+        assert ev.served_model(url) == "x"
+        server.shutdown()
+
+
 def test_outputs_that_differ(box):
     status, text = box.run("differ", "--draft-tokens", "3")
     got = box.results()
@@ -447,6 +494,18 @@ def test_notes_tell_of_parity_and_of_k_beyond_training(box):
     notes = " ".join(box.results()["notes"])
     assert status == 0 and "training's estimate" in notes and "rope" in notes and "TTT_STEPS" in notes
     assert notes.split(";")[0] in (box.out / "report.html").read_text().replace("&#x27;", "'")
+
+
+def test_recorded_answers_are_not_compared_with_the_targets_own(box):
+    """03 judges by the recorded tokens then, vLLM by the target's: no parity, and no false alarm."""
+    path = box.data / "02_extract/manifest.json"
+    path.write_text(path.read_text().replace("01b_generate_synthetic", "01_generate"))
+    source = box.data / "01_generate"
+    (box.data / "01b_generate_synthetic").rename(source)
+    facts = (source / "manifest.json").read_text()
+    (source / "manifest.json").write_text(facts.replace("01b_generate_synthetic", "01_generate"))
+    status, text = box.run("", "--draft-tokens", "3")
+    assert status == 0 and box.results()["offline_acceptance_by_position"] == [] and "fault" not in text
 
 
 def test_questions_of_their_own(box):

@@ -17,7 +17,7 @@ from test_eval import FAKE
 pytestmark = pytest.mark.engine
 FLAGS = "--dtype float32 --enforce-eager --max-model-len 2048"
 SMALL = {"TENSOR_PARALLEL": "1", "ENGINE_ARGS": FLAGS, "SERVE_ARGS": "", "CONCURRENCIES": "8",
-         "TEMPERATURES": "0", "REPEATS": "1", "QUESTIONS_PER_LEVEL": "1", "PLAIN_AGAIN": "no"}
+         "TEMPERATURES": "0", "REPEATS": "1", "QUESTIONS_PER_LEVEL": "1"}
 
 
 class Box:
@@ -112,11 +112,11 @@ def test_questions_temperatures_second_drafter_and_k_beyond_training(box):
     got = box.results()
     assert got["questions"] == 6 == got["identical_outputs"]
     assert set(got["by_category"]) == {"sums", "writing", "reasoning"}
-    ours, second = got["by_k"][str(k)], got["by_k"][f"second-k{k}"]  # the same drafter, so the same counters
+    ours, second = got["by_k"][str(k)], got["by_k"][f"drafter-k{k}"]  # the same drafter, so the same counters
     assert ours["acceptance_by_position"] == second["acceptance_by_position"] and len(
         ours["acceptance_by_position"]) == k
     assert {(row["name"], row["temperature"], row["concurrency"]) for row in got["measurements"]} == {
-        (name, t, c) for name in ("plain", f"k{k}", f"second-k{k}") for t in (0, 0.6) for c in (1, 4)}
+        (name, t, c) for name in ("plain", f"k{k}", f"drafter-k{k}") for t in (0, 0.6) for c in (1, 4)}
     assert any(f"K = {k} is more than the {steps} steps" in note for note in got["notes"]) and "TTT_STEPS" in said
     assert got["offline_acceptance_by_position"] == [] and len(got["examples"]) == 3
     assert any(drafted for shown in got["examples"] for _, drafted in shown["pieces"])
@@ -192,12 +192,12 @@ def servers(demo, target, tmp_path_factory):
 @pytest.mark.slow
 def test_servers_that_run_already(box, servers):
     names, children = servers
-    status, said = box.run(SERVERS=names, PLAIN_AGAIN="yes")
+    status, said = box.run(SERVERS=names, REPEATS=2)
     assert status == 0, said
     got = box.results()
     assert got["identical_outputs"] == 8 and got["acceptance_length"] > 1.05
     assert json.loads((box.run_dir / "configs/plain-again.json").read_text())["load_sec"] is None
-    assert [row["passes"] for row in got["measurements"] if row["name"] == "plain"] == [2]
+    assert [row["passes"] for row in got["measurements"] if row["name"] == "plain"] == [4]
     assert all(child.poll() is None for child in children) and not box.left()
 
 

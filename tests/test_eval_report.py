@@ -39,7 +39,7 @@ def made_up_results(ev):
         TENSOR_PARALLEL=8, PIPELINE_PARALLEL=1, DATA_PARALLEL=1, ENGINE_ARGS="", SERVE_ARGS="")
     training = {"num_ttt_steps": 2, "best": {"acceptance_by_position": [0.6, 0.3, 0.1]}}
     records = [record("plain", None, 20), record("k1", 1, 23), record("k3", 3, 26)]
-    return ev.build_results(s, {"num_speculative_tokens": 3}, "/data/03_train/n25000/drafter", records, training)
+    return ev.build_results(s, {"num_speculative_tokens": 3, "comparable": True}, "/data/03_train/n25000/drafter", records, training)
 
 
 @pytest.fixture(scope="module")
