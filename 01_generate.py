@@ -217,7 +217,19 @@ def fits(turns, tokenizer, context):
     return size + margin < context or (
         size < 16 * context and len(tokenizer.encode(text)) + margin < context)
 
-def choose(files, number, seed, sources, usable, bar):
+def takes_system(tokenizer):
+    """Whether the chat template takes a system turn; exits where it takes no question at all."""
+    from jinja2 import TemplateError
+    system, user = ({"role": role, "content": "Hello."} for role in ("system", "user"))
+    for turns in [user], [system, user]:
+        try:
+            tokenizer.apply_chat_template(turns, tokenize=False)
+        except (TemplateError, ValueError) as error:
+            return turns == [user] and fail(
+                f"no chat template ({line(error)}); to fix: set TARGET to a model made for chat")
+    return True
+
+def choose(files, number, seed, sources, usable, bar, with_system=True):
     """(chosen, tally): the first `number` conversations in the order of hash(seed, opening), as
     [{turns, source, turn_ids}], in memory that `number` bounds; and what became of the rows, which
     `bar` counts. `usable(turns)` is asked of each; `sources` is a set of names, empty for all."""
@@ -239,8 +251,8 @@ def choose(files, number, seed, sources, usable, bar):
             key = int(hashlib.sha256(f"{seed}:{ids[0]}".encode()).hexdigest()[:16], 16)
             if key in best:
                 tally["duplicates"] += 1
-            elif not usable(turns):
-                raise ValueError("too long")
+            elif (system := turns[0]["role"] == "system" and not with_system) or not usable(turns):
+                raise ValueError("the target's template takes no system" if system else "too long")
             elif len(best) < number or key < -heap[0]:
                 best[key] = {"turns": turns, "source": source, "turn_ids": ids}
                 heapq.heappush(heap, -key)
@@ -439,10 +451,11 @@ def main():
              "set TRUST_REMOTE_CODE to 1 if it needs its own code, else copy it again")
     config = json.loads((directory / "config.json").read_text())
     context = config.get("text_config", config).get("max_position_embeddings") or 1 << 62
+    system = takes_system(tokenizer)
     with progress(None, "rows") as bar:
         chosen, tally = choose(files, s.HELDOUT + s.NUM_SAMPLES, s.SEED,
                                {name.strip() for name in s.SOURCES.split(",")} - {""},
-                               lambda turns: fits(turns, tokenizer, context), bar)
+                               lambda turns: fits(turns, tokenizer, context), bar, system)
     check_rows(tally, s.DATASET)
     if len(chosen) <= s.HELDOUT:
         fail(f"{s.DATASET} has only {len(chosen):,} usable questions, {s.HELDOUT:,} are to be held "

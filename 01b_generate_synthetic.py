@@ -242,7 +242,7 @@ class Fleet:
             if not self.up and now - said_sec >= 60:
                 print(f"\n{STAGE}: no server, waiting {why}", flush=True)
                 said_sec = now
-            time.sleep(2)
+            time.sleep(1)
 
     def ask(self, messages, greedy):
         """(fields of a sample, None); or ({}, why there is none)."""
@@ -264,10 +264,10 @@ class Fleet:
                                   self.thinks, self.closes) | {"made_by": model}, None
             except (OSError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"[:300]
-                if "NewConnectionError" in why or "ConnectTimeout" in why:
-                    attempt -= 1  # the question never got there
-                    if self.up.pop(url, None):
-                        print(f"\n{STAGE}: {url} is away ({why})", flush=True)
+                unreached = re.search("NewConnection|NameResolution|ConnectTimeout", why)
+                attempt -= bool(unreached)  # the question never got there
+                if (unreached or re.search("status 5|Read timed", why)) and self.up.pop(url, None):
+                    print(f"\n{STAGE}: {url} is away ({why})", flush=True)  # until greeted again
             finally:
                 self.busy[url].discard(threading.get_ident())
         return {}, why

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -319,6 +320,26 @@ def test_boundaries_of_recorded_answers(generate, dataset, target):
         assert tokenizer.decode(prompt).endswith(
             f"<|im_start|>user\n{sample['prompt']}<|im_end|>\n<|im_start|>assistant\n")
         assert tokenizer.decode(prompt).count("<|im_start|>assistant") == sample["turn"] + 1
+
+
+@pytest.mark.parametrize("template, status, words", [
+    ("{{ raise_exception('System role not supported') if messages[0]['role'] == 'system' }}", 0,
+     "10 rows unusable: the target's template takes no system"), (None, 1, "no chat template")])
+def test_a_template_that_refuses_drops_the_rows_or_is_named(generate, target, tmp_path, template, status, words):
+    """As Gemma 2 and older Mistrals do; and a base model has none at all."""
+    shutil.copytree(target, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "target/chat_template.jinja").unlink(missing_ok=True)
+    config = tmp_path / "target/tokenizer_config.json"
+    facts = json.loads(config.read_text())
+    whole = facts.pop("chat_template", None) or (target / "chat_template.jinja").read_text()
+    config.write_text(json.dumps(facts | ({"chat_template": template + whole} if template else {})))
+    rows = [{"conversations": [{"from": "system", "value": "Be brief."}] * (i < 10) + [
+        {"from": "human", "value": f"Question {i}?"}, {"from": "gpt", "value": "Yes."}]} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done, out = generate(tmp_path / "rows.jsonl", "--num-samples", "40", "--heldout", "5", "--target",
+                         tmp_path / "target", check=False)
+    assert done.returncode == status and words in done.stdout and "Traceback" not in done.stdout, done.stdout
+    assert status or len(lines(out / "questions.jsonl")) == 25
 
 
 def test_last_turn_only_and_sources(generate, dataset):

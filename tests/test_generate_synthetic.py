@@ -420,6 +420,17 @@ def test_a_signal_ends_it_cleanly_within_5_seconds(data, fake, kit, number, stat
     assert data.check_all(40) == []
 
 
+@pytest.mark.parametrize("fault", [500, "hang"])
+def test_a_server_that_fails_draws_no_questions_from_a_good_one(data, fake, fault):
+    """The one that fails at once, or whose engine hangs, is always the least busy."""
+    good, bad = fake(), fake()
+    bad.fault, good.delay_sec = lambda n, body: fault, 0.1
+    data.choose(50)
+    done = data.run(f"{bad.url},{good.url}", "--concurrency", 8)
+    assert f"{bad.url} is away" in done.stdout and data.check_all(50) == []
+    assert sum(good.asked.values()) == 55
+
+
 def test_servers_that_die_and_return(data, fake, kit):
     first, second = fake(), fake()
     first.delay_sec = second.delay_sec = 0.3
