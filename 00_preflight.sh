@@ -97,7 +97,7 @@ def mount():  # DATA on a file system of its own, and writable: then BOX has its
     disk, device = os.statvfs(near), run("findmnt", "-nro", "SOURCE,FSTYPE", "-T", near)[0].strip()
     size, free = (disk.f_frsize * blocks for blocks in (disk.f_blocks, disk.f_bavail))
     line = f"{DATA}: {device}, {human(free)} of {human(size)} and {disk.f_favail:,} inodes free"
-    if (on_root := near.stat().st_dev == os.stat("/").st_dev) and str(DATA) == "/data":
+    if (on_root := near.stat().st_dev == os.stat("/").st_dev) and DATA.parts[:2] == ("/", "data"):
         return [("/data is not mounted: it would fill the root disk", "mount the volume (lsblk "
                  "shows it) at /data, or set DATA to a directory on purpose")]
     text, status = run("sh", "-c", 'mkdir -p "$0/logs" && cd "$0/logs" && trap "rm -f .$$.tmp" EXIT'
@@ -141,9 +141,8 @@ def there():  # results, leftovers and other runs in DATA
     return wrong((left, f"{len(left)} leftovers, {human(sum(map(os.path.getsize, left)))}",
                   "rm " + " ".join(map(str, left)), "warn"))
 
-def scan(directory):
-    """(faults, {tensor: shape}, bytes) of safetensors by their headers: each file of the index is
-    there and exactly header + data long, each tensor in the file that the index names."""
+def scan(directory):  # (faults, {tensor: shape}, bytes) by the safetensors' headers: each file of
+    # the index is there and exactly header + data long, each tensor in the file it names
     where = load(directory / "model.safetensors.index.json").get("weight_map", {})
     names = sorted(set(where.values()) or [path.name for path in directory.glob("*.safetensors")])
     def head(name):  # (fault or "", {tensor: shape}, bytes)
@@ -181,8 +180,8 @@ def model():  # the target's files, whole; its shape for the other checks
         ("no chat template", "chat_template" in files + str(tokenizer)),
         ("no tokenizer", re.search(r"tokenizer\.json|\.model\b|\bvocab\.", files)),
         ("no layers, hidden size or vocabulary", layers and hidden and vocab)) if not fine]
-    BOX.update(directory=directory, model=size, hidden=hidden, vocab=vocab, heads=text.get(
-        "num_attention_heads", 64), mlp=text.get("intermediate_size", hidden))
+    BOX.update(directory=directory, model=size, layers=layers, hidden=hidden, vocab=vocab, mlp=text
+               .get("intermediate_size", hidden), heads=text.get("num_attention_heads", 64))
     return wrong((odd, f"{directory}: {some(odd)}", "copy it again, or: hf download"),
                  (own and not S["TRUST_REMOTE_CODE"], f"{name} brings Python code of its own, for "
                   f"{', '.join(own)}", "TRUST_REMOTE_CODE=1, once you have read it", "warn")) \
@@ -194,15 +193,16 @@ def sha256():  # the target's files against SHA256SUMS, or what the hub's client
         want[path.name] = note.read_text().split()[1] if note.exists() else path.resolve().name
     for sums in directory.glob("SHA256SUMS"):
         want |= {name: digest for digest, name in re.findall(r"(\w+) +\*?(.+)", sums.read_text())}
-    want = {name: digest for name, digest in want.items() if re.fullmatch("[0-9a-f]{64}", digest)}
+    names = [name for name in want if re.fullmatch("[0-9a-f]{64}", want[name])]
     digest = lambda name: hashlib.file_digest(open(directory / name, "rb"), "sha256").hexdigest()
-    found = ThreadPoolExecutor(8).map(digest, want)  # without `with`: ctrl-C does not wait for them
-    for n, name in enumerate(want, 1):
+    found = ThreadPoolExecutor(8).map(digest, names)  # no `with`: ctrl-C does not wait for them
+    for n, name in enumerate(names, 1):
         bad += [name] * (next(found) != want[name])
-        print(f"      sha256: {n} of {len(want)} files")
+        print(f"      sha256: {n} of {len(names)} files")
     return wrong((bad, f"wrong: {some(bad)}", f"copy them again into {directory}"),
-                 (not want, "nothing to compare with", f"put SHA256SUMS into {directory}")) \
-        or f"{len(want)} files are what they should be"
+                 (names != [*want] or not want, f"{len(want) - len(names)} files have nothing to "
+                  "compare with", f"put SHA256SUMS into {directory}")) \
+        or f"{len(names)} files are what they should be"
 
 def data():  # rows and columns of the data set; 01_generate's own reader judges the first 1,000
     name, need, out = S["DATASET"], S["NUM_SAMPLES"] + S["HELDOUT"], DATA / "01_generate/source"
@@ -231,8 +231,7 @@ def data():  # rows and columns of the data set; 01_generate's own reader judges
                   f"conversations{why}", f"{', '.join(first.FORMS)}; roles user, assistant"),
                  (rows < 0.9 * need, line, f"more data, or NUM_SAMPLES={rows - S['HELDOUT']}")) \
         or f"{line}; {tried - len(bad):,} of the first {tried:,} are usable{why}"
-def card(name, need, forms):
-    """Rows and columns of a data set on the hub by its card, before 01_generate copies it."""
+def card(name, need, forms):  # rows and columns by the hub's card, before 01_generate copies them
     from huggingface_hub import HfApi
     try:
         info = (HfApi().dataset_info(name, timeout=3).card_data or {}).get("dataset_info") or []
@@ -382,7 +381,12 @@ def fits(name, here):  # whether the drafter in `here` is whole and made for the
     want |= {"d2t": [draft], "t2d": [vocab]} if draft != vocab else {}
     odd = odd or [f"{key} is {have.get(key)}, the target wants {value}"
                   for key, value in want.items() if have.get(key) != value]
-    return wrong((odd, f"{here}: {some(odd)}", f"mv {here} {here}.old; or another DRAFTER")) or \
+    choose = import_module("02_extract").choose_layers
+    reads, ids = (odd or choose(given, path / "config.json", BOX["layers"]) for given, path in (
+        ("", here), (S["LAYER_IDS"], DATA / "drafter")))
+    return wrong((odd, f"{here}: {some(odd)}", f"mv {here} {here}.old; or another DRAFTER"),
+                 (ids not in (reads, odd or [i + 1 for i in reads]), f"{here} reads layers {reads}"
+                  f", 02 would extract {ids}", f"LAYER_IDS={','.join(map(str, reads))}")) or \
         f"{name}: {human(size)}, draft vocabulary {draft:,}, fits the target"
 def measured():  # (answers a question, tokens of a prompt and an answer, stage that tells)
     turns, prompt, answer, source = 1, 0, S["MAX_TOKENS"], None
@@ -402,19 +406,17 @@ def rates():  # {stage: (tokens/s, where from)}, measured here before, else publ
     for stage in STAGES[1:3]:
         if (made := load(DATA / stage / "run.json")).get("tokens"):
             found[stage] = made["tokens"] / made["seconds"], "measured"
-    for path in sorted(DATA.glob("03_train/*/metrics.jsonl")):
-        for rate in re.findall(r'"tokens_per_sec": ([\d.]+)', path.read_text())[-1:]:
-            found["03_train"] = float(rate), "measured"
+    text = "".join(path.read_text() for path in sorted(DATA.glob("03_train/*/metrics.jsonl")))
+    for rate in re.findall(r'"tokens_per_sec": ([\d.]+)', text)[-1:]:
+        found["03_train"] = float(rate), "measured"
     return found
 def plan():  # bytes, hours and memory of the whole plan, against what there is
     H, vocab, free = BOX["hidden"], BOX["vocab"], BOX["free"]
-    turns, prompt, answer, source = measured()
-    questions = S["NUM_SAMPLES"] + S["HELDOUT"]
+    (turns, prompt, answer, source), questions = measured(), S["NUM_SAMPLES"] + S["HELDOUT"]
     samples, length = questions * turns, min(S["MAX_LEN"], prompt + answer)
     tokens, share = samples * length, answer / (prompt + answer)
-    planes = len(S["LAYER_IDS"].split(",")) if S["LAYER_IDS"] else 3  # and y at the answer's
     row = {"bf16": 2 * H, "fp8": H + 4} | ({"int4": H / 2 + H / 16} if H % 32 == 0 else {})
-    per = {store: (planes + share) * size for store, size in row.items()}
+    per = {store: (3 + share) * size for store, size in row.items()}  # y at the answer's alone
     width, mlp = BOX["heads"] * 128 if H > 4096 else H, S["MLP_WIDTH"] or BOX["mlp"]
     weights = 3 * H * H + 7 * H * width + 3 * H * mlp + min(vocab, S["DRAFT_VOCAB"]) * H
     sizes = {"01_generate": 12e3 * questions, "01b_generate_synthetic": 12 * tokens,
@@ -459,14 +461,14 @@ def plan():  # bytes, hours and memory of the whole plan, against what there is
 
 def main():  # run every check, write preflight.json, judge: 0 when nothing failed
     global DATA
-    from huggingface_hub.constants import HF_HUB_CACHE
+    cache = os.getenv("HF_HUB_CACHE") or os.getenv("HF_HOME", "~/.cache/huggingface") + "/hub"
     for check in (settings, software, mount, model, *[sha256] * (sys.argv[2] == "full"), data,
                   server, gpus, memory, write_speed, there, drafter, plan):
         if check == write_speed and "free" not in BOX:
             break  # without a disk
         try:
-            places = {mount: [DATA], model: [S.get("TARGET"), HF_HUB_CACHE], drafter: [S.get(
-                "DRAFTER")], data: [S.get("DATASET")]}.get(check, [])
+            places = {mount: [DATA], model: [S.get("TARGET"), os.path.expanduser(cache)],
+                      drafter: [S.get("DRAFTER")], data: [S.get("DATASET")]}.get(check, [])
             found = [(f"{place} does not answer in 5 s: a dead mount", "umount -l, mend its server")
                      for place in places if run("stat", "-f", place or ".", timeout=5)[1] == 124]
             DATA = Path(os.devnull) if found and check == mount else DATA  # ask nothing below it
@@ -488,9 +490,8 @@ def main():  # run every check, write preflight.json, judge: 0 when nothing fail
         os.replace(tmp, DATA / "logs/preflight.json")
     return 1 if bad else 0
 
-for number in signal.SIGTERM, signal.SIGHUP:
-    if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-        signal.signal(number, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # and SIGHUP, but not under nohup
+signal.getsignal(signal.SIGHUP) or signal.signal(signal.SIGHUP, signal.default_int_handler)
 try:
     status = main()
 except KeyboardInterrupt:

@@ -431,6 +431,9 @@ def test_full_verification(box):
     sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     (box.target / "SHA256SUMS").write_text("".join(f"{v}  {k}\n" for k, v in sums.items()))
     assert box.run(KIT_VERIFY="full")["sha256"][0][:2] == ("ok", "3 files are what they should be")
+    (box.target / "SHA256SUMS").write_text("".join(f"{v}  {k}\n" for k, v in list(sums.items())[:2]))
+    assert box.run(KIT_VERIFY="full")["sha256"][0][:2] == ("FAIL", "1 files have nothing to compare with")
+    (box.target / "SHA256SUMS").write_text("".join(f"{v}  {k}\n" for k, v in sums.items()))
     content = bytearray(paths[1].read_bytes())
     content[-1] ^= 1
     paths[1].write_bytes(content)
@@ -794,6 +797,11 @@ def test_drafter_faults(box, serve):
     found = box.run(KIT_DRAFTER=make_drafter(box.tmp / "wide", SMALL | {"hidden_size": 128}))
     assert found["drafter"][0][0] == "FAIL"
     assert "hidden_size is 128, the target wants 64" in found["drafter"][0][1]
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}  # 02 reads no directory of DRAFTER
+    odd = make_drafter(box.tmp / "odd", SMALL | layers)
+    level, said, fix = box.run(KIT_DRAFTER=odd)["drafter"][0]
+    assert level == "FAIL" and "reads layers [1, 2, 3], 02 would extract" in said and fix == "LAYER_IDS=1,2,3"
+    assert box.run(KIT_DRAFTER=odd, KIT_LAYER_IDS="1,2,3")["drafter"][0][0] == "ok"
     hub = Hub(make_drafter(box.tmp / "published"), serve)
     hub.files["model.safetensors"] = bytes(len(hub.files["model.safetensors"]))  # damaged
     env = {"KIT_DRAFTER": "some/drafter", "HF_ENDPOINT": hub.url, "HOME": box.tmp / "home"}
