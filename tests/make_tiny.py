@@ -174,14 +174,20 @@ def write_drafter(directory, config):
                          "use_aux_hidden_state": True}})
 
 
-def whole(directory, write):
-    """write(temporary directory), renamed to `directory`; nothing to do where that is there."""
+def whole(directory, what, write):
+    """write(temporary directory), renamed to `directory`; nothing to do where that is there, made of
+    `what`. Exits where it was made of something else."""
+    note = directory / ".made_of"
     if (directory / "config.json").exists():
+        if note.read_text() != what:
+            sys.exit(f"make_tiny: {directory} was made of {note.read_text()}, not of {what}; to fix: mv "
+                     f"{directory.parent} {directory.parent}.old")
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".tiny.") as tmp:
         (made := Path(tmp) / "made").mkdir()
         write(made)
+        (made / note.name).write_text(what)
         os.replace(made, directory)
 
 
@@ -196,7 +202,7 @@ def make_target(directory, what):
             if path.suffix in (".json", ".jinja", ".model", ".py", ".txt") and "index" not in path.name:
                 shutil.copy(path, made)
         write_model(made, shrink(json.loads((made / "config.json").read_text())))
-    whole(Path(directory), write)
+    whole(Path(directory), str(what), write)
 
 
 if __name__ == "__main__":
@@ -205,4 +211,4 @@ if __name__ == "__main__":
     make_target(*sys.argv[1:3])
     if sys.argv[3:]:
         target = json.loads((Path(sys.argv[1]) / "config.json").read_text())
-        whole(Path(sys.argv[3]), lambda made: write_drafter(made, target))
+        whole(Path(sys.argv[3]), sys.argv[2], lambda made: write_drafter(made, target))

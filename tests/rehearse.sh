@@ -9,12 +9,13 @@
 # below DATA in rehearsal/. It ends with what was rehearsed, what was not, and the real plan.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mapfile -t GIVEN < <(printenv | grep '^KIT_')  # what the caller set counts as real
 setting() { export "KIT_$1=$(printenv "KIT_$1" || printf '%s' "$2")"; }
 
 GPUS=0 WEIGHTS=0 CHILD=""
 ! command -v nvidia-smi >/dev/null || GPUS=1
 ((GPUS)) || tests/setup_cpu.sh
-[[ -x .venv/bin/python ]] || {
+[[ -x .venv/bin/vllm ]] || {
     python3 -m venv .venv && .venv/bin/python -m pip install -q -r requirements.txt
 }
 mapfile -t REAL < <(.venv/bin/python -c '
@@ -43,7 +44,7 @@ else
     export KIT_TARGET="$KIT_DATA/target"
     # few and short, so that it takes minutes
     setting NUM_SAMPLES 24; setting HELDOUT 8; setting MAX_TOKENS 64; setting REPEATS 1
-    setting CONCURRENCIES 1,8; setting QUESTIONS_PER_LEVEL 4; setting PLAIN_AGAIN no
+    setting CONCURRENCIES 1,8; setting QUESTIONS_PER_LEVEL 4
     setting WRITE_TEST_GB 0.1; setting STAGING_GB 1
     # without a network, in one process, without compiling
     setting DATASET tests/demo_questions.parquet; setting TENSOR_PARALLEL 1
@@ -54,10 +55,9 @@ else
         export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" VLLM_CPU_NUM_OF_RESERVED_CPU=0
         [[ ! -e .venv/lib/libiomp5.so ]] || export LD_PRELOAD="$PWD/.venv/lib/libiomp5.so"
     fi
-    setting ENGINE_ARGS "${REAL[0]} $more"
+    export KIT_ENGINE_ARGS="${REAL[0]} $more"
     .venv/bin/python tests/make_tiny.py "$KIT_TARGET" "${REAL[1]:-kimi}" "$KIT_DATA/drafter"
 fi
-setting AGAIN "./run_all.sh rehearse${*:+ $*}"
 
 run() {  # in the background: bash passes no signal on to a child that it waits for
     ./run_all.sh "$@" &
@@ -76,4 +76,4 @@ if [[ " $* " == *" 04_eval "* ]]; then
     ((GPUS)) || export VLLM_MLA_DISABLE=1
     run 04_eval
 fi
-exec .venv/bin/python tests/tell_rehearsal.py "${REAL[1]}"
+exec .venv/bin/python tests/tell_rehearsal.py "${REAL[1]}" "${GIVEN[@]}"

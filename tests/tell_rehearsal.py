@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Tell what tests/rehearse.sh rehearsed, what it did not and why, and the plan of the real constants.
 
-    KIT_DATA=rehearsal-data tests/tell_rehearsal.py DIRECTORY_OF_THE_REAL_TARGET    # or ""
+    KIT_DATA=rehearsal-data tests/tell_rehearsal.py DIRECTORY_OF_THE_REAL_TARGET KIT_STORE=int4    # or ""
+
+The further arguments are the KIT_* that the rehearsal was called with, and that the real run will have.
 
 Reads the manifests of a rehearsal, and the stages' settings with and without the KIT_* that it was
 run with; asks 00_preflight.sh for the plan, which then stands in $DATA/plan/logs/preflight.json.
@@ -15,7 +17,8 @@ from pathlib import Path
 from make_tiny import KIMI, write_json
 
 STAGES = "01_generate", "01b_generate_synthetic", "02_extract", "03_train", "04_eval"
-PLAIN = {key: value for key, value in os.environ.items() if key[:4] != "KIT_"}
+PLAIN = {key: value for key, value in os.environ.items() if key[:4] != "KIT_"} | dict(
+    given.split("=", 1) for given in sys.argv[2:] if "=" in given)
 
 
 def settings(environ):

@@ -236,7 +236,23 @@ def test_the_shell_reads_only_settings_that_exist():
     for script in ("demo.sh", "rehearse.sh"):
         text = (KIT / "tests" / script).read_text()
         made = set(re.findall(r"\bsetting ([A-Z_]+) ", text))
-        assert len(made) > 10 and made <= known | {"WRITE_TEST_GB", "AGAIN"}, made - known
+        assert len(made) > 10 and made <= known | {"WRITE_TEST_GB"}, made - known
+
+
+def test_run_all_waits_for_the_gpus_it_was_given(tmp_path, target):
+    """Others' processes on other GPUs are not waited for; what fails names the settings it was given."""
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\necho \"$@\" >>{tmp_path}/asked\n[ $(wc -l <{tmp_path}/asked) -gt 1 ] || echo 7, vllm\n")
+    tool.chmod(0o755)
+    done = subprocess.run(["./run_all.sh", "02_extract"], cwd=KIT, text=True, stdout=-1, stderr=-2, env=clean_environ(
+        PATH=f"{tool.parent}:{os.environ['PATH']}", KIT_DATA=str(tmp_path / "data"), KIT_TARGET=str(target),
+        KIT_DEVICE="cpu", KIT_DRAFTER="", KIT_SKIP_PREFLIGHT="1", KIT_WRITE_TEST_GB="0", CUDA_VISIBLE_DEVICES="0,1"))
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked == ["-i 0,1 --query-compute-apps=pid,name --format=csv,noheader"] * 2
+    last = done.stdout.strip().splitlines()[-1]
+    assert done.returncode == 1 and "02_extract failed" in last
+    assert f"KIT_DATA={tmp_path}/data " in last and last.endswith("./run_all.sh 02_extract")
 
 
 def test_run_all_refuses_an_unknown_stage():

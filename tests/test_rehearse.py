@@ -23,7 +23,7 @@ CPU_MLA = "--enforce-eager --max-model-len 2048 --dtype float32 --attention-conf
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory):
     """The environment of a rehearsal in a directory of its own, on a free port."""
-    return clean_environ(KIT_DATA=str(tmp_path_factory.mktemp("rehearsal")),
+    return clean_environ(KIT_DATA=str(tmp_path_factory.mktemp("rehearsal")), KIT_STORE="int4",
                          KIT_SERVER_URL=f"http://127.0.0.1:{free_port()}")
 
 
@@ -101,7 +101,7 @@ def test_it_tells_what_was_rehearsed_what_not_and_the_real_plan(rehearsal):
         assert f"\n  {stage}: " in end
     assert "not rehearsed:" in end and "No common block size for 16" in end and "was not fetched" in end
     assert "NUM_SAMPLES = 24 (really 25000)" in end and "MAX_TOKENS = 64 (really 4096)" in end
-    assert "TTT_STEPS" not in end
+    assert "TTT_STEPS" not in end and "STORE = " not in end  # int4 was asked for, and will be again
     plan = json.loads((data / "plan/logs/preflight.json").read_text())["plan"]
     assert plan["samples"] == 25200 and plan["bytes_per_token"]["int4"] == 16128
     assert f"{plan['bytes']['02_extract'] / 1e9:,.1f} GB" in end and f"{plan['hours']['02_extract']:.1f} h" in end
@@ -127,6 +127,8 @@ def test_a_real_config_and_tokenizer_shrink_in_sizes_only(kimi, tmp_path):
         assert (tiny / name).read_bytes() == (real / name).read_bytes()
     head = load_file(tiny / "model.safetensors")["language_model.lm_head.weight"]
     assert head.shape == (4096, 128)
+    with pytest.raises(SystemExit, match="was made of .*Kimi-K2.5, not of kimi; to fix: mv"):
+        make_target(tiny, "kimi")  # not taken for what it is not
 
 
 @pytest.mark.engine
@@ -137,7 +139,7 @@ def test_moved_elsewhere_everything_is_recognised(rehearsal, environ, tmp_path):
     done = subprocess.run(["./run_all.sh", "rehearse"], cwd=KIT, env=environ | {"KIT_DATA": str(data.parent)},
                           text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0 and done.stdout.count("already done") == 5, done.stdout[-3000:]
-    assert "starting the server" not in done.stdout and "rehearsed, with a tiny model" in done.stdout
+    assert "the server loads" not in done.stdout and "rehearsed, with a tiny model" in done.stdout
 
 
 @pytest.mark.slow  # three minutes: three starts of vLLM
@@ -174,7 +176,7 @@ def test_why_04_is_rehearsed_without_mla(rehearsal, environ, stage, tmp_path):
     done = stage("04_eval", check=False, env={
         "KIT_DATA": str(data), "KIT_TARGET": str(data / "target"), "KIT_DEVICE": "cpu", "KIT_TENSOR_PARALLEL": "1",
         "KIT_ENGINE_ARGS": f"--language-model-only {CPU_MLA}", "KIT_CONCURRENCIES": "1,8", "KIT_REPEATS": "1",
-        "KIT_QUESTIONS_PER_LEVEL": "4", "KIT_PLAIN_AGAIN": "no"})
+        "KIT_QUESTIONS_PER_LEVEL": "4"})
     assert done.returncode == 1 and "No common block size for 16" in done.stdout, done.stdout
 
 
