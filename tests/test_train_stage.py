@@ -58,6 +58,12 @@ def test_done_again_other_settings_and_another_run(finished, tmp_path, run):
     assert "already done" in run(tmp_path).stdout and time.monotonic() - start < 2
     refused = run(tmp_path, check=False, **{"ttt-steps": 3})
     assert refused.returncode == 1 and "TTT_STEPS (there 4, now 3)" in refused.stdout
+    facts = json.loads((out / "manifest.json").read_text())  # as of a release that had no such setting
+    old = facts | {"settings": {name: value for name, value in facts["settings"].items() if name != "PATIENCE"}}
+    (out / "manifest.json").write_text(json.dumps(old))
+    refused = run(tmp_path, check=False)
+    assert refused.returncode == 1 and "PATIENCE (there None, now 5)" in refused.stdout
+    (out / "manifest.json").write_text(json.dumps(facts))
     run(tmp_path, **{"ttt-steps": 3, "run": "three", "max-steps": 2})
     assert (out / "manifest.json").exists() and (out.parent / "three/drafter/model.safetensors").exists()
 
