@@ -464,7 +464,7 @@ def main():
     if unfinished := [each for each in kept if where == out != each and not kept[each]["done"]]:
         fail(f"{unfinished[0]} is not done; to fix: run that part to its end first")
     run_id = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    print(f"{STAGE}: {len(known):,} shards there; checks their bytes", flush=True)
+    known and print(f"{STAGE}: checks the bytes of {len(known):,} shards", flush=True)
     (files, done), (samples, counts) = take_stock(out, prefix, known, run_id), read(s.PART)
     bad = {id: why for each in kept.values() for id, why in each.get("put_aside", {}).items()}
     todo = [x for x in samples if (x["split"], x["id"]) not in done and x["id"] not in bad]
