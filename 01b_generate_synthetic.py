@@ -303,8 +303,8 @@ def run(questions, heldout, book, fleet):
     start_sec, before, queue, raised = time.monotonic(), book.tokens.copy(), iter(todo), []
 
     def answer():
-        for question, greedy in queue:
-            converse(question, greedy, book, fleet)
+        while not raised and (one := next(queue, None)):
+            converse(*one, book, fleet)
             book.judge(MIN_JUDGED)
     threading.excepthook = lambda hook: raised.append(hook.exc_value)  # for the main thread
     threads = [threading.Thread(target=job, daemon=True) for job in
