@@ -27,7 +27,7 @@ stop_server() {
     [[ -n "$SERVER_PID" ]] || return 0
     say "stopping the server (pid $SERVER_PID)"
     kill -TERM "$SERVER_PID" 2>/dev/null || true
-    timeout 60 tail --pid="$SERVER_PID" -f /dev/null || true
+    timeout 60 tail --pid="$SERVER_PID" -f /dev/null >/dev/null || true
     kill -KILL -- "-$SERVER_PID" 2>/dev/null || true
     SERVER_PID=""
 }

@@ -115,7 +115,8 @@ def demo_environ(data, **env):
     return clean_environ(KIT_DATA=str(data), KIT_TARGET=str(Path(target) / "target"), **DEMO, **env)
 
 
-DEMO = {"KIT_NUM_SAMPLES": "96", "KIT_HELDOUT": "24", "KIT_MAX_TOKENS": "96"}
+DEMO = {"KIT_NUM_SAMPLES": "96", "KIT_HELDOUT": "24", "KIT_MAX_TOKENS": "96", "KIT_DRAFT_TOKENS": "3",
+        "KIT_SOURCES": "advice,dialogue,explain,howto"}  # 04 asks one kind after the other
 
 
 @pytest.fixture(scope="session")

@@ -582,7 +582,7 @@ def test_too_many_degenerate_answers_stop_the_run_with_an_example(data, fake):
     last = done.stdout.strip().splitlines()[-1]
     assert done.returncode == 1 and "degenerate" in last and "!!!!" in last
     assert not data.rows_of("samples") and {r["reason"] for r in data.rows_of("rejected")} == {"repetition"}
-    assert 100 <= len(data.rows_of("rejected")) < 150
+    assert 90 <= len(data.rows_of("rejected")) < 150  # judged at 100, the held-out ones among them
     assert not data.manifest()["done"]
 
 
