@@ -385,8 +385,9 @@ def test_faults_in_four_of_ten_replies_lose_nothing(data, fake):
     assert max(server.asked.values()) <= 2  # a half-sent answer is asked again, a whole one is not
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])  # slow: 2 minutes
-def test_kill_9_at_random_moments(data, fake, kit, times):
+@pytest.mark.slow  # 2 minutes; test_generate_engine.py kills it in front of a real server
+def test_kill_9_at_20_random_moments(data, fake, kit):
+    times = 20
     server, source = fake(), random.Random(times)
     server.delay_sec, server.fault = 0.6, misbehave(0.1)
     data.choose(50)

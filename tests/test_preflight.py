@@ -303,8 +303,9 @@ def hung(tmp_path):
 
 
 @pytest.mark.parametrize("name, check", [
-    ("KIT_DATA", "mount"), ("KIT_TARGET", "model"), ("KIT_DATASET", "data"),
-    ("KIT_DRAFTER", "drafter"), ("HF_HUB_CACHE", "model")])
+    ("KIT_DATA", "mount"), ("KIT_TARGET", "model"), *(  # slow: each waits for 5 s, by the same code
+        pytest.param(*more, marks=pytest.mark.slow) for more in (
+            ("KIT_DATASET", "data"), ("KIT_DRAFTER", "drafter"), ("HF_HUB_CACHE", "model")))])
 def test_a_dead_mount_is_told(box, hung, name, check):
     """Each place that it looks at, and something below it; all other checks are made."""
     place = hung(box.tmp / "dead") / ("" if name == "HF_HUB_CACHE" else "below")
