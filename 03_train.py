@@ -489,8 +489,8 @@ def train(run, samples, heldout):
                                  json.loads(line)["step"] <= state["step"]))
         file = open(log, "a")
     run.note = lambda row: rank or print(json.dumps(row), file=file, flush=True)
-    run.save = lambda: rank or state["bad"] or save_checkpoint(
-        run.out / "checkpoints", tensors, state, s.KEEP)
+    run.save = lambda: rank or all(t.isfinite().all() for t in tensors.values()) and \
+        save_checkpoint(run.out / "checkpoints", tensors, state, s.KEEP)
     state["best"] or judge(run, state, heldout)
     rows, packed = s.ACCUMULATE * world, len(pack_rows(samples, s.ROW_TOKENS))
     total = s.MAX_STEPS or math.ceil(s.EPOCHS * packed / rows)

@@ -163,10 +163,13 @@ def test_a_step_that_is_not_finite_changes_nothing(train, data, monkeypatch):
         assert (result is None) == same == (patched is poisoned)
 
 
-def test_ten_steps_not_finite_end_the_run(data, tmp_path, run):
-    """A learning rate out of all bounds; the last good checkpoint is there and readable."""
+@pytest.mark.parametrize("every", [50, 1])
+def test_ten_steps_not_finite_end_the_run(data, tmp_path, run, every):
+    """A learning rate out of all bounds; the last good checkpoint is there and readable, and none of
+    weights that are no longer finite, though an evaluation comes just then."""
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    ended = run(tmp_path, check=False, **{"learning-rate": 1e38, "max-steps": 60, "eval-every": 50, "warmup": 0})
+    ended = run(tmp_path, check=False, **{"learning-rate": 1e38, "max-steps": 60, "eval-every": every, "warmup": 0,
+                                         "patience": 99, "keep": 1})
     assert ended.returncode == 1 and "no finite gradient in 10 steps" in ended.stdout
     assert all(t.isfinite().all() for t in load_file(newest(tmp_path / "data/03_train/n24")).values())
 
