@@ -13,7 +13,7 @@ Costs   A start of the server for each NAME (Kimi-K2.5 25 min, the demo 35 s) an
 Prints  04_eval: k3: acceptance length 1.66, tokens/s 23.7 at 1, 190.2 at 8
         then the advice, the report's place and, last, the `vllm serve` command to copy.
 """
-import argparse, atexit, base64, collections, contextlib, fcntl, hashlib, html, io, itertools, json
+import argparse, atexit, base64, collections, contextlib, fcntl, hashlib, html, itertools, json
 import os, re, shlex, signal, socket, statistics, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata

@@ -1,4 +1,5 @@
 """02_extract.py without an engine: bytes, plan, stock, proof and faults, against slow references."""
+import importlib
 import json
 import os
 import random
@@ -450,6 +451,13 @@ def test_errors_that_a_user_can_cause(stage, tmp_path, target):
     for part in "4", "0/4", "5/4", "1/4/4":
         done = stage("02_extract", *flags, "--part", part, check=False)
         assert done.returncode == 2 and "PART" in done.stdout and "Traceback" not in done.stdout
+    facts = json.loads((source / "manifest.json").read_text())
+    facts["inputs"]["target"] = importlib.import_module("02_extract").find_model(target)[1]
+    (source / "manifest.json").write_text(json.dumps(facts))
+    (source / "samples.jsonl").unlink()  # any error of the disk is told at the end of the file, not raised
+    done = stage("02_extract", *flags, "--store", "bf16", check=False)
+    last = done.stdout.strip().splitlines()[-1]
+    assert done.returncode == 1 and "No such file" in last and "to fix: " in last and "Traceback" not in done.stdout
 
 
 def test_a_full_tmpfs_costs_one_shard(stage02, monkeypatch, tmp_path):
